@@ -1,0 +1,212 @@
+"""Settings: frozen, validated, from flags > environment > config file > defaults.
+
+Each setting is a dataclass field; its flag is `--name-with-dashes`, its environment variable `MLXSERVE_NAME`, its key
+in the config file `name`. The file is TOML, at `config_file()`.
+"""
+
+import dataclasses
+import os
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from mlxserve.errors import ConfigError
+
+ENV_PREFIX = "MLXSERVE_"
+DEFAULT_PORT = 11711
+
+
+def config_dir() -> Path:
+    """Folder of the user's config.toml and models.toml (MLXSERVE_CONFIG_DIR overrides)."""
+    override = os.environ.get(ENV_PREFIX + "CONFIG_DIR")
+    return Path(override) if override else platformdirs.user_config_path("mlxserve")
+
+
+def cache_dir() -> Path:
+    """Folder for what can be made again: the BLAS shim, measurements, REPL history (MLXSERVE_CACHE_DIR overrides)."""
+    override = os.environ.get(ENV_PREFIX + "CACHE_DIR")
+    return Path(override) if override else platformdirs.user_cache_path("mlxserve")
+
+
+def config_file() -> Path:
+    return config_dir() / "config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Settings of the engine; one object for each loaded model."""
+
+    block_size: int = 64
+    """Tokens a KV block holds: a power of two from 8 to 512."""
+    max_num_seqs: int = 32
+    """Sequences that run at the same time."""
+    max_prefill_tokens: int = 2048
+    """Prompt tokens a step computes at most."""
+    max_queue: int = 512
+    """Requests that wait at most; more are refused."""
+    max_model_len: int | None = None
+    """Context length; None: the model's own."""
+    kv_cache_bytes: int | None = None
+    """Memory of the KV cache at most; None: what the device's budget leaves beside the weights."""
+    request_timeout: float | None = None
+    """Seconds a request may take, queueing included; None: no limit."""
+
+    def __post_init__(self) -> None:
+        _require(
+            8 <= self.block_size <= 512 and self.block_size & (self.block_size - 1) == 0,
+            f"block_size must be a power of two from 8 to 512, not {self.block_size}",
+        )
+        for name in ("max_num_seqs", "max_prefill_tokens", "max_queue"):
+            _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
+        for name in ("max_model_len", "kv_cache_bytes", "request_timeout"):
+            value = getattr(self, name)
+            _require(value is None or value > 0, f"{name} must be positive, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """Settings of `mlxserve serve`."""
+
+    host: str = "127.0.0.1"
+    port: int = DEFAULT_PORT
+    api_key: str | None = field(default=None, repr=False)
+    """Clients must send it as a bearer token (or x-api-key) when set."""
+    allowed_hosts: tuple[str, ...] = ()
+    """Host headers accepted beside loopback names and `host` itself."""
+    allowed_origins: tuple[str, ...] = ()
+    """Web origins accepted beside loopback ones."""
+    max_body_bytes: int = 32 * 1024 * 1024
+    log_level: str = "info"
+    threads: int | None = None
+    """Threads of the CPU's matrix library; None: one for each core. No effect on a GPU."""
+    shutdown_timeout: float = 30.0
+    """Seconds that running requests get to finish after the first Ctrl-C."""
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.port <= 65535, f"port must be from 0 to 65535, not {self.port}")
+        _require(self.max_body_bytes >= 1024, "max_body_bytes must be at least 1024")
+        _require(
+            self.log_level in ("debug", "info", "warning", "error"),
+            f"log_level must be debug, info, warning or error, not {self.log_level!r}",
+        )
+        _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        _require(self.shutdown_timeout >= 0, "shutdown_timeout must not be negative")
+        _require(
+            self.api_key is None or bool(self.api_key.strip()), "api_key must not be empty; leave it out for no key"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One resolved setting: its value and where it came from (flag, environment, file, default)."""
+
+    name: str
+    value: Any
+    origin: str
+
+
+def resolve(
+    flags: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    file: Path | None = None,
+) -> dict[str, Setting]:
+    """Resolve every setting of both configs. A flag that is None was not given.
+
+    Raises:
+        ConfigError: an unknown key in the file, or a value that cannot be read.
+    """
+    environ = os.environ if environ is None else environ
+    file = config_file() if file is None else file
+    from_file = _read_file(file)
+    settings: dict[str, Setting] = {}
+    for config in (EngineConfig, ServerConfig):
+        hints = typing.get_type_hints(config)
+        for spec in dataclasses.fields(config):
+            name = spec.name
+            env_name = ENV_PREFIX + name.upper()
+            if flags.get(name) is not None:
+                settings[name] = Setting(name, flags[name], "flag")
+            elif environ.get(env_name):
+                settings[name] = Setting(name, _parse(environ[env_name], hints[name], env_name), "environment")
+            elif name in from_file:
+                value = _parse(from_file.pop(name), hints[name], f"{name} in {file}")
+                settings[name] = Setting(name, value, "file")
+            else:
+                settings[name] = Setting(name, spec.default, "default")
+            from_file.pop(name, None)
+    if from_file:
+        raise ConfigError(f"{file}: unknown setting {next(iter(from_file))!r}")
+    return settings
+
+
+def build(settings: Mapping[str, Setting]) -> tuple[EngineConfig, ServerConfig]:
+    """The two config objects of resolved settings.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    def pick(config: type) -> dict[str, Any]:
+        return {spec.name: settings[spec.name].value for spec in dataclasses.fields(config)}
+
+    return EngineConfig(**pick(EngineConfig)), ServerConfig(**pick(ServerConfig))
+
+
+def load_config(**flags: Any) -> tuple[EngineConfig, ServerConfig]:
+    """resolve() and build() in one call, with flags by name."""
+    return build(resolve(flags))
+
+
+def _read_file(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def _parse(value: Any, hint: Any, where: str) -> Any:
+    """Turn a string of the environment or a TOML value into the type of the field."""
+    options = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if type(None) in options and value == "":
+        return None
+    target = next(option for option in options if option is not type(None))
+    try:
+        if typing.get_origin(target) is tuple:
+            items = value.split(",") if isinstance(value, str) else value
+            return tuple(str(item).strip() for item in items if str(item).strip())
+        if target in (int, float) and isinstance(value, bool):
+            raise ValueError("a number is needed")
+        if target is int and isinstance(value, str):
+            return parse_size(value)
+        return target(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: {value!r} cannot be read as {target.__name__}: {error}") from error
+
+
+def parse_size(text: str) -> int:
+    """An integer, with an optional decimal size suffix: '512', '20GB', '1.5M'.
+
+    Raises:
+        ValueError: not such a number.
+    """
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+    stem = text.strip().upper().removesuffix("B")
+    unit = stem[-1:] if stem[-1:] in ("K", "M", "G", "T") else ""
+    number = float(stem.removesuffix(unit)) * units[unit]
+    if number != int(number):
+        raise ValueError("a whole number is needed")
+    return int(number)
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigError(message)

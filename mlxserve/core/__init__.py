@@ -1,0 +1,1 @@
+"""Plain data that crosses between scheduler, runner and engine. Nothing here imports mlx."""

@@ -1,0 +1,100 @@
+"""What a dialect asks for and what it gets back: the one internal request and the one event stream.
+
+A dialect turns its wire format into a GenerationRequest and the events of its Generation back into wire format.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from mlxserve.core.request import FinishReason
+from mlxserve.core.sampling_params import SamplingParams
+from mlxserve.core.step import SampledToken
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """Messages for the model's chat template, in the shape templates expect: {"role": ..., "content": str, ...}."""
+
+    messages: tuple[dict[str, Any], ...]
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    """Text that is tokenised as it stands."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    """Token ids, given by the client."""
+
+    token_ids: tuple[int, ...]
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    request_id: str
+    prompt: Prompt
+    sampling: SamplingParams
+    stop: tuple[str, ...] = ()
+    """Texts that end the answer; the answer does not contain them."""
+    timeout: float | None = None
+    """Seconds from arrival to the final event."""
+    priority: int = 0
+    cache_salt: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Seconds spent in each stage of one request, by the server's clock. The first four add up to TTFT."""
+
+    front_end: float
+    """Received to put into the engine's inbox: chat template and tokenizer."""
+    queue: float
+    """Inbox to first scheduled."""
+    prefill: float
+    """First scheduled to first token computed (the decode row of the last prompt token included)."""
+    delivery: float
+    """First token computed to handed to the dialect."""
+    decode: float
+    """First token computed to last token computed."""
+    total: float
+    """Received to finished."""
+
+    @property
+    def time_to_first_token(self) -> float:
+        return self.front_end + self.queue + self.prefill + self.delivery
+
+
+@dataclass(frozen=True, slots=True)
+class TextDelta:
+    """New text. `tokens` are the tokens whose bytes it completes; either may be empty, not both."""
+
+    text: str
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The last event of every generation that did not raise."""
+
+    reason: FinishReason
+    stop_string: str | None
+    usage: Usage
+    timings: Timings
+
+
+GenerationEvent = TextDelta | Finished

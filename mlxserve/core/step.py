@@ -1,0 +1,112 @@
+"""What crosses from scheduler to runner, and back: one frozen object each way.
+
+A step has two kinds of work. Runner order is the order of the fields: copies, prefill chunks, decode rows.
+
+| kind         | tokens            | logits | needs                                             |
+|--------------|-------------------|--------|---------------------------------------------------|
+| PrefillChunk | n >= 1 of a prompt| no     | block tables that cover start + n positions       |
+| DecodeRow    | exactly 1         | yes    | block tables that cover start + 1 positions       |
+
+The last known token of a sequence is always a decode row, also the last token of a prompt: it is the only
+position whose logits anybody wants. A chunk that ends at the second-to-last token may stand in the same step as that
+sequence's decode row.
+
+Both objects are plain and picklable: a step can be logged, replayed, or sent to other ranks.
+"""
+
+from dataclasses import dataclass
+
+from mlxserve.core.request import FinishReason
+from mlxserve.core.sampling_params import SamplingParams
+
+BlockTable = tuple[int, ...]
+"""Block ids in order of position: position p of the sequence lives in entry p // block_size, at p % block_size."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Compute keys and values of `token_ids` at positions start .. start + len(token_ids) - 1."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    start: int
+    block_tables: tuple[BlockTable, ...]
+    """One for each layer group of the cache (see kv.manager)."""
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """Compute position `start`, whose token is `token_id`, and choose the token after it."""
+
+    request_id: str
+    token_id: int
+    start: int
+    block_tables: tuple[BlockTable, ...]
+    sampling: SamplingParams
+    seed: int
+    output_index: int
+    """How many tokens were generated before this one: with `seed` it fixes the random number of this draw."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """Copy the first `num_tokens` positions of block `source` to block `target`, in every layer of a group."""
+
+    group: int
+    source: int
+    target: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledStep:
+    step_id: int
+    copies: tuple[BlockCopy, ...]
+    prefill: tuple[PrefillChunk, ...]
+    decode: tuple[DecodeRow, ...]
+    num_blocks: tuple[int, ...]
+    """Blocks each group's pool has now; the runner grows its storage to it before it runs."""
+    released: tuple[str, ...] = ()
+    """Requests that ended or were preempted since the last step; the runner drops what it keeps by request id."""
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self.prefill)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Natural-log probabilities under the model's own distribution (before temperature and cuts)."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """(token id, log-probability) of the most likely tokens, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: TokenLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    step_id: int
+    tokens: tuple[SampledToken, ...]
+    """One for each decode row, in order."""
+    prefill_time: float
+    """Seconds spent on copies and prefill chunks."""
+    decode_time: float
+    """Seconds spent on decode rows, sampling included."""
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """What one step did to one request: scheduler.update() gives these to the engine for delivery."""
+
+    request_id: str
+    token: SampledToken | None
+    """The token generated in this step, if any."""
+    num_computed_tokens: int
+    num_cached_tokens: int
+    finish_reason: FinishReason | None = None

@@ -1,0 +1,98 @@
+"""Every error mlxserve raises on purpose.
+
+    MlxserveError
+    |-- ConfigError                 a setting has an impossible value
+    |-- ModelError
+    |   |-- ModelNotFound           no such model here
+    |   |-- ModelLoadError          the files are there and cannot be used
+    |   `-- DownloadError           the hub did not give the files
+    |-- RequestError                this request is wrong; `param` names the field
+    |   |-- InvalidParameter
+    |   `-- ContextLengthExceeded   prompt (plus answer) does not fit; carries both numbers
+    |-- CapacityError               nothing is wrong with the request, there is no room now
+    |   `-- QueueFull               carries retry_after in seconds
+    |-- RequestTimeout              the request's deadline passed
+    |-- RequestCancelled            the client went away or the server is stopping
+    `-- EngineError                 computing this request failed
+        `-- EngineDead              the engine stopped; nothing can be computed until it is rebuilt
+
+Messages are written for the person who reads them and say what to do next.
+"""
+
+
+class MlxserveError(Exception):
+    """Base of all errors above."""
+
+
+class ConfigError(MlxserveError):
+    """A setting has an impossible value; the message names the setting and where it came from."""
+
+
+class ModelError(MlxserveError):
+    """A model cannot be had; `model` is its name as the user wrote it."""
+
+    def __init__(self, message: str, *, model: str) -> None:
+        super().__init__(message)
+        self.model = model
+
+
+class ModelNotFound(ModelError):
+    """No model goes by this name."""
+
+
+class ModelLoadError(ModelError):
+    """The files exist and cannot be used; the message names the file and the reason."""
+
+
+class DownloadError(ModelError):
+    """The hub did not give the files."""
+
+
+class RequestError(MlxserveError):
+    """The request is wrong. `param` is the field at fault in the wire format's own name."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+
+
+class InvalidParameter(RequestError):
+    """A field is missing, of the wrong type, or out of range."""
+
+
+class ContextLengthExceeded(RequestError):
+    """The prompt (plus the requested answer) does not fit into `limit` tokens."""
+
+    def __init__(self, message: str, *, num_tokens: int, limit: int, param: str | None = None) -> None:
+        super().__init__(message, param=param, code="context_length_exceeded")
+        self.num_tokens = num_tokens
+        self.limit = limit
+
+
+class CapacityError(MlxserveError):
+    """There is no room now; trying again later can succeed."""
+
+
+class QueueFull(CapacityError):
+    """The waiting queue is at its bound."""
+
+    def __init__(self, message: str, *, retry_after: float) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class RequestTimeout(MlxserveError):
+    """The request's deadline passed before it finished."""
+
+
+class RequestCancelled(MlxserveError):
+    """The request was cancelled: its client went away, or the server is stopping."""
+
+
+class EngineError(MlxserveError):
+    """Computing the request failed; the engine goes on."""
+
+
+class EngineDead(EngineError):
+    """The engine stopped; every waiting request is told so."""
