@@ -5,6 +5,7 @@ in the config file `name`. The file is TOML, at `config_file()`.
 """
 
 import dataclasses
+import math
 import os
 import tomllib
 import types
@@ -56,6 +57,10 @@ class EngineConfig:
     """Memory of the KV cache at most; None: what the device's budget leaves beside the weights."""
     request_timeout: float | None = None
     """Seconds a request may take, queueing included; None: no limit."""
+    enable_prefix_caching: bool = True
+    """Reuse cached blocks of earlier requests that begin with the same tokens."""
+    target_itl_ms: float = 100.0
+    """Milliseconds between two tokens of a stream that prompts computed beside it should not exceed."""
 
     def __post_init__(self) -> None:
         _require(
@@ -67,6 +72,10 @@ class EngineConfig:
         for name in ("max_model_len", "kv_cache_bytes", "request_timeout"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
+        _require(
+            math.isfinite(self.target_itl_ms) and self.target_itl_ms > 0,
+            f"target_itl_ms must be positive, not {self.target_itl_ms}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +192,8 @@ def _parse(value: Any, hint: Any, where: str) -> Any:
         if typing.get_origin(target) is tuple:
             items = value.split(",") if isinstance(value, str) else value
             return tuple(str(item).strip() for item in items if str(item).strip())
+        if target is bool:
+            return parse_bool(value)
         if target in (int, float) and isinstance(value, bool):
             raise ValueError("a number is needed")
         if target is int and isinstance(value, str):
@@ -190,6 +201,19 @@ def _parse(value: Any, hint: Any, where: str) -> Any:
         return target(value)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{where}: {value!r} cannot be read as {target.__name__}: {error}") from error
+
+
+def parse_bool(value: Any) -> bool:
+    """A boolean, or a word for one: true, yes, on, 1; false, no, off, 0.
+
+    Raises:
+        ValueError: no such word.
+    """
+    words = {"true": True, "yes": True, "on": True, "1": True, "false": False, "no": False, "off": False, "0": False}
+    word = str(value).strip().lower()
+    if word not in words:
+        raise ValueError("true or false is needed")
+    return words[word]
 
 
 def parse_size(text: str) -> int:

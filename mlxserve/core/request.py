@@ -54,6 +54,8 @@ class Request:
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache at first admission."""
     num_preemptions: int = 0
+    num_bypassed: int = 0
+    """Newer requests that were started while this one waited for cache blocks."""
     finish_reason: FinishReason | None = None
 
     def __post_init__(self) -> None:

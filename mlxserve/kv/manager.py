@@ -1,0 +1,219 @@
+"""The KV cache as the scheduler sees it: prefix hits, block tables, publishing. Counts and block ids, never arrays."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from mlxserve.core.request import Request
+from mlxserve.core.step import BlockCopy, BlockTable
+from mlxserve.kv.block_hash import BlockHash, block_hash, root_hash
+from mlxserve.kv.block_pool import BlockContent, CacheIntegrityError
+from mlxserve.kv.layer_group import LayerGroup, TailMatch
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixHit:
+    """How much of a request's tokens the cache holds: whole blocks, then part of one block in each group."""
+
+    num_tokens: int
+    hashes: tuple[BlockHash, ...] = ()
+    tails: tuple[TailMatch, ...] = ()
+    """One for each group, all of the same number of tokens; empty for none."""
+    is_growing: bool = False
+    """A running request is computing the next block: who waits for it need not compute it again."""
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """What the manager remembers of a request from its first lookup to free()."""
+
+    root: BlockHash
+    hashes: list[BlockHash] = field(default_factory=list)
+    num_published_blocks: int = 0
+    growing_hit: PrefixHit | None = None
+
+
+class KVManager:
+    """Block tables of all running requests, over the layer groups of one model.
+
+    With no groups (the runner keeps the cache itself) every question is answered by "yes" and every table is empty.
+    A request has tables from admit() to free(); free() may be called in any state.
+    """
+
+    def __init__(
+        self, groups: Sequence[LayerGroup], *, block_size: int, model_id: str, enable_prefix_caching: bool = True
+    ) -> None:
+        self._groups = tuple(groups)
+        self._block_size = block_size
+        self._model_id = model_id
+        self._enable_prefix_caching = enable_prefix_caching and bool(groups)
+        self._sequences: dict[str, _Sequence] = {}
+        self._computing: dict[BlockHash, str] = {}
+
+    @property
+    def block_size(self) -> int:
+        return self._block_size
+
+    @property
+    def max_tokens(self) -> int | None:
+        """Positions that one request can have with the cache to itself; None for no limit."""
+        return min((group.max_tokens for group in self._groups), default=None)
+
+    @property
+    def num_blocks(self) -> tuple[int, ...]:
+        """Blocks that exist now in each group, scratch block included."""
+        return tuple(group.pool.num_blocks for group in self._groups)
+
+    @property
+    def max_blocks(self) -> int:
+        return sum(group.pool.max_blocks for group in self._groups)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return sum(group.pool.num_used for group in self._groups)
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return sum(group.pool.num_cached for group in self._groups)
+
+    def find_cached_prefix(self, request: Request) -> PrefixHit:
+        """The longest cached prefix of the request's tokens. It never covers the last one, which must be computed."""
+        if not self._enable_prefix_caching:
+            return PrefixHit(0)
+        sequence = self._sequence(request)
+        if sequence.growing_hit is not None and self._is_computing_after(sequence, sequence.growing_hit):
+            return sequence.growing_hit
+        self._extend_hashes(sequence, request, request.num_tokens // self._block_size)
+        num_blocks = min((request.num_tokens - 1) // self._block_size, len(sequence.hashes))
+        while num_blocks > (shortest := min(g.match_blocks(sequence.hashes[:num_blocks]) for g in self._groups)):
+            num_blocks = shortest
+        hit = PrefixHit(num_blocks * self._block_size, tuple(sequence.hashes[:num_blocks]))
+        if self._is_computing_after(sequence, hit):
+            sequence.growing_hit = PrefixHit(hit.num_tokens, hit.hashes, is_growing=True)
+            return sequence.growing_hit
+        sequence.growing_hit = None
+        return self._with_tails(request, sequence, hit)
+
+    def can_admit(self, request: Request, hit: PrefixHit, reserve: int = 0) -> bool:
+        """Whether blocks for all of the request's tokens can be had, with `reserve` left in each group."""
+        return all(
+            group.can_admit(hit.hashes, tail, request.num_tokens, reserve)
+            for group, tail in zip(self._groups, self._tails(hit), strict=True)
+        )
+
+    def admit(self, request: Request, hit: PrefixHit) -> list[BlockCopy]:
+        """Open tables that cover all of the request's tokens; its first `hit.num_tokens` need no computing.
+
+        The copies must run before anything else of the step; until finish_copies() their sources are pinned.
+        """
+        copies = []
+        for index, (group, tail) in enumerate(zip(self._groups, self._tails(hit), strict=True)):
+            group.admit(request.request_id, hit.hashes, tail, request.num_tokens)
+            if tail is not None:
+                target = group.table(request.request_id)[len(hit.hashes)]
+                copies.append(BlockCopy(index, tail.block_id, target, tail.num_tokens))
+        if not self._enable_prefix_caching:
+            return copies
+        sequence = self._sequence(request)
+        sequence.num_published_blocks = len(hit.hashes)
+        for name in sequence.hashes[len(hit.hashes) :]:
+            self._computing.setdefault(name, request.request_id)
+        return copies
+
+    def finish_copies(self, copies: Iterable[BlockCopy]) -> None:
+        """The step with these copies ran, or never will."""
+        for copy in copies:
+            self._groups[copy.group].unpin(copy.source)
+
+    def can_extend(self, request: Request, num_tokens: int) -> bool:
+        return all(group.can_extend(request.request_id, num_tokens) for group in self._groups)
+
+    def extend(self, request: Request, num_tokens: int) -> None:
+        """Make the request's tables cover `num_tokens` positions."""
+        for group in self._groups:
+            group.extend(request.request_id, num_tokens)
+
+    def block_tables(self, request: Request) -> tuple[BlockTable, ...]:
+        return tuple(group.table(request.request_id) for group in self._groups)
+
+    def publish(self, request: Request) -> None:
+        """Let the full blocks up to `num_computed_tokens` answer hits. Only what a finished forward wrote counts."""
+        if not self._enable_prefix_caching:
+            return
+        sequence = self._sequence(request)
+        num_full_blocks = request.num_computed_tokens // self._block_size
+        self._extend_hashes(sequence, request, num_full_blocks)
+        for index in range(sequence.num_published_blocks, num_full_blocks):
+            name = sequence.hashes[index]
+            self._publish_block(request, index, self._parent(sequence, index), name)
+            self._stop_computing(name, request)
+        sequence.num_published_blocks = max(sequence.num_published_blocks, num_full_blocks)
+
+    def free(self, request: Request) -> None:
+        """Give back the request's blocks. Published ones stay hittable, and so does the partly filled last one."""
+        sequence = self._sequences.pop(request.request_id, None)
+        if not any(group.has_table(request.request_id) for group in self._groups):
+            return
+        if self._enable_prefix_caching and sequence is not None:
+            index, num_tail_tokens = divmod(request.num_computed_tokens, self._block_size)
+            if num_tail_tokens > 0:
+                self._publish_block(request, index, self._parent(sequence, index), None)
+            for name in sequence.hashes[sequence.num_published_blocks :]:
+                self._stop_computing(name, request)
+        for group in self._groups:
+            group.free(request.request_id)
+
+    def check_integrity(self, running: Iterable[Request]) -> None:
+        """Raises CacheIntegrityError unless exactly the running requests hold blocks and all counts agree."""
+        request_ids = {request.request_id for request in running}
+        for group in self._groups:
+            group.check_integrity(request_ids)
+        if not request_ids.issuperset(self._computing.values()):
+            raise CacheIntegrityError("a block is said to be computed by a request that does not run")
+
+    def _sequence(self, request: Request) -> _Sequence:
+        sequence = self._sequences.get(request.request_id)
+        if sequence is None:
+            sequence = _Sequence(root_hash(self._model_id, request.cache_salt))
+            self._sequences[request.request_id] = sequence
+        return sequence
+
+    def _extend_hashes(self, sequence: _Sequence, request: Request, num_blocks: int) -> None:
+        for index in range(len(sequence.hashes), num_blocks):
+            sequence.hashes.append(block_hash(self._parent(sequence, index), self._block_tokens(request, index)))
+
+    def _parent(self, sequence: _Sequence, index: int) -> BlockHash:
+        return sequence.hashes[index - 1] if index > 0 else sequence.root
+
+    def _block_tokens(self, request: Request, index: int) -> tuple[int, ...]:
+        start = index * self._block_size
+        return tuple(request.token_ids[start : start + self._block_size])
+
+    def _publish_block(self, request: Request, index: int, parent: BlockHash, name: BlockHash | None) -> None:
+        num_written = request.num_computed_tokens - index * self._block_size
+        content = BlockContent(parent, self._block_tokens(request, index)[:num_written], name)
+        for group in self._groups:
+            group.publish(request.request_id, index, content)
+
+    def _with_tails(self, request: Request, sequence: _Sequence, hit: PrefixHit) -> PrefixHit:
+        index = len(hit.hashes)
+        token_ids = self._block_tokens(request, index)[: request.num_tokens - 1 - hit.num_tokens]
+        matches = [group.match_tail(self._parent(sequence, index), token_ids) for group in self._groups]
+        found = [match for match in matches if match is not None]
+        if len(found) < len(self._groups):
+            return hit
+        num_tokens = min(match.num_tokens for match in found)
+        tails = tuple(TailMatch(match.block_id, num_tokens) for match in found)
+        with_tails = PrefixHit(hit.num_tokens + num_tokens, hit.hashes, tails)
+        # The pinned source is one block more than the request needs: a request that just fits must do without.
+        return with_tails if self.can_admit(request, with_tails) else hit
+
+    def _tails(self, hit: PrefixHit) -> tuple[TailMatch | None, ...]:
+        return hit.tails or (None,) * len(self._groups)
+
+    def _is_computing_after(self, sequence: _Sequence, hit: PrefixHit) -> bool:
+        index = len(hit.hashes)
+        return index < len(sequence.hashes) and sequence.hashes[index] in self._computing
+
+    def _stop_computing(self, name: BlockHash, request: Request) -> None:
+        if self._computing.get(name) == request.request_id:
+            del self._computing[name]

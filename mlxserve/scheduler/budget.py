@@ -1,0 +1,104 @@
+"""How many prompt tokens a step may compute beside the streams that run."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from mlxserve.core.step import ScheduledStep, StepResult
+from mlxserve.scheduler.cost_model import LinearCost
+
+
+@dataclass(frozen=True, slots=True)
+class StepLoad:
+    """What the time of a step depends on. The context of a position is the positions it attends to, itself included."""
+
+    num_chunks: int = 0
+    prefill_tokens: int = 0
+    prefill_context: int = 0
+    """Sum of the contexts of all prefilled positions."""
+    decode_rows: int = 0
+    decode_context: int = 0
+    """Sum of the contexts of all decode rows."""
+
+    @classmethod
+    def of(cls, step: ScheduledStep) -> "StepLoad":
+        load = cls()
+        for chunk in step.prefill:
+            load = load.with_chunk(chunk.start, len(chunk.token_ids))
+        return load.with_rows([row.start for row in step.decode])
+
+    def with_chunk(self, start: int, num_tokens: int) -> "StepLoad":
+        return replace(
+            self,
+            num_chunks=self.num_chunks + 1,
+            prefill_tokens=self.prefill_tokens + num_tokens,
+            prefill_context=self.prefill_context + num_tokens * start + num_tokens * (num_tokens + 1) // 2,
+        )
+
+    def with_rows(self, starts: Sequence[int]) -> "StepLoad":
+        return replace(
+            self,
+            decode_rows=self.decode_rows + len(starts),
+            decode_context=self.decode_context + sum(starts) + len(starts),
+        )
+
+    @property
+    def prefill_features(self) -> tuple[int, int, int]:
+        return self.num_chunks, self.prefill_tokens, self.prefill_context
+
+    @property
+    def decode_features(self) -> tuple[int, int, int]:
+        return int(self.decode_rows > 0), self.decode_rows, self.decode_context
+
+
+class PrefillBudget:
+    """Prefill tokens for one step: many when nobody decodes; else what keeps the predicted step time under the limit.
+
+    The limit is `target_itl` seconds, or `decode_multiple` times the step without prefill where that is more (a machine
+    that decodes at 90 ms would otherwise prefill 10 ms a step). `min_prefill_tokens` are given in any case: a prompt
+    always advances, and smaller chunks would cost a forward pass each for next to nothing.
+
+    Step times come from observe(): at warm-up for a spread of loads, then for every step as the engine runs.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_prefill_tokens: int,
+        target_itl: float,
+        decode_multiple: float = 2.0,
+        min_prefill_tokens: int = 32,
+    ) -> None:
+        self.max_prefill_tokens = max_prefill_tokens
+        self.min_prefill_tokens = min(min_prefill_tokens, max_prefill_tokens)
+        self.target_itl = target_itl
+        self.decode_multiple = decode_multiple
+        self._prefill_cost = LinearCost()
+        self._decode_cost = LinearCost()
+
+    def observe(self, step: ScheduledStep, result: StepResult) -> None:
+        """Learn from a step's measured times."""
+        load = StepLoad.of(step)
+        if load.num_chunks > 0:
+            self._prefill_cost.observe(load.prefill_features, result.prefill_time)
+        if load.decode_rows > 0:
+            self._decode_cost.observe(load.decode_features, result.decode_time)
+
+    def predict(self, load: StepLoad) -> float:
+        """Seconds a step of this load takes."""
+        return self._prefill_cost.predict(load.prefill_features) + self._decode_cost.predict(load.decode_features)
+
+    def num_tokens(self, load: StepLoad, start: int) -> int:
+        """How many tokens a chunk that begins at position `start` may have in a step that does `load` already."""
+        room = self.max_prefill_tokens - load.prefill_tokens
+        minimum = min(self.min_prefill_tokens, room) if load.prefill_tokens == 0 else 0
+        if load.decode_rows == 0:
+            num_tokens = room
+        elif not self._prefill_cost.is_measured:
+            num_tokens = minimum
+        else:
+            without_prefill = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
+            limit = max(self.target_itl, self.decode_multiple * self.predict(without_prefill))
+            sizes = range(1, room + 1)
+            num_tokens = bisect_right(sizes, limit, key=lambda n: self.predict(load.with_chunk(start, n)))
+        return num_tokens if num_tokens >= self.min_prefill_tokens else minimum

@@ -1,0 +1,391 @@
+"""Chooses what every step computes. A request wants its uncomputed tokens; there are no phases beyond that."""
+
+from dataclasses import dataclass, field
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.request import FinishReason, Request, RequestStatus
+from mlxserve.core.stats import EngineStats
+from mlxserve.core.step import (
+    BlockCopy,
+    DecodeRow,
+    PrefillChunk,
+    RequestOutput,
+    SampledToken,
+    ScheduledStep,
+    StepResult,
+)
+from mlxserve.errors import ContextLengthExceeded, EngineError, InvalidParameter, QueueFull
+from mlxserve.kv.block_pool import CacheIntegrityError
+from mlxserve.kv.manager import KVManager, PrefixHit
+from mlxserve.scheduler.budget import PrefillBudget, StepLoad
+from mlxserve.scheduler.waiting_queue import WaitingQueue
+
+MAX_BYPASSED = 8
+"""How often newer requests may start before one that waits for blocks, and how many such are passed over in a step."""
+MIN_RETRY_AFTER = 1.0
+MAX_RETRY_AFTER = 60.0
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A step in the making. Requests stand in the order in which they were given their work."""
+
+    streams: list[Request] = field(default_factory=list)
+    """Requests whose only uncomputed token is the last one they generated."""
+    chunk_ends: dict[Request, int] = field(default_factory=dict)
+    """Position after the last one of each prefill chunk; equal to num_computed_tokens where none is needed."""
+    copies: list[BlockCopy] = field(default_factory=list)
+
+    def load(self, without: Request | None = None) -> StepLoad:
+        """Decode rows of prompts that end in this step do not count: nobody waits for their next token yet."""
+        load = StepLoad().with_rows([request.num_tokens - 1 for request in self.streams])
+        for request, end in self.chunk_ends.items():
+            if request is not without and end > request.num_computed_tokens:
+                load = load.with_chunk(request.num_computed_tokens, end - request.num_computed_tokens)
+        return load
+
+    def chunks(self) -> list[tuple[Request, int]]:
+        return [(request, end) for request, end in self.chunk_ends.items() if end > request.num_computed_tokens]
+
+    def rows(self) -> list[Request]:
+        ending = [request for request, end in self.chunk_ends.items() if end == request.num_tokens - 1]
+        return self.streams + ending
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """The requests of a step that was given out. By object and not by id: an id may be aborted and used again."""
+
+    chunks: list[tuple[Request, int]]
+    rows: list[Request]
+
+
+class Scheduler:
+    """Which requests run, and what the next step computes for each.
+
+    schedule() gives out a step, update() takes its result. Only update() moves `num_computed_tokens` and publishes
+    blocks, so a step that never ran (fail_step) leaves nothing wrong behind. Every request that add() accepted gets one
+    RequestOutput with a finish reason, from update() or take_finished(). Not thread-safe.
+    """
+
+    def __init__(self, config: EngineConfig, kv: KVManager, budget: PrefillBudget) -> None:
+        self._config = config
+        self._kv = kv
+        self._budget = budget
+        self._requests: dict[str, Request] = {}
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []
+        self._flights: dict[int, _Flight] = {}
+        self._finished: list[RequestOutput] = []
+        self._released: list[str] = []
+        self._num_steps = 0
+        self._num_preemptions = 0
+        self._num_prefix_queried_tokens = 0
+        self._num_prefix_hit_tokens = 0
+        self._finish_interval = MIN_RETRY_AFTER
+        self._last_finish: float | None = None
+
+    @property
+    def max_total_tokens(self) -> int | None:
+        """The largest Request.max_total_tokens add() accepts; None for no limit. The last token needs no block."""
+        return None if self._kv.max_tokens is None else self._kv.max_tokens + 1
+
+    @property
+    def has_work(self) -> bool:
+        """Whether schedule() or take_finished() has something to give."""
+        return bool(self._requests or self._released or self._finished)
+
+    def add(self, request: Request) -> None:
+        """Queue a request.
+
+        Raises:
+            QueueFull: max_queue requests are waiting.
+            ContextLengthExceeded: it does not fit into the cache even alone, or leaves no room for an answer.
+            InvalidParameter: it has no tokens, or its id is in use.
+        """
+        if request.request_id in self._requests:
+            raise InvalidParameter(f"request id {request.request_id!r} is in use", param="request_id")
+        if request.num_tokens == 0:
+            raise InvalidParameter("the prompt is empty; it needs one token at least", param="prompt")
+        self._check_length(request)
+        if len(self._waiting) >= self._config.max_queue:
+            retry_after = min(max(self._finish_interval, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
+            raise QueueFull(
+                f"{len(self._waiting)} requests are waiting, as many as max_queue allows; try again later",
+                retry_after=retry_after,
+            )
+        self._requests[request.request_id] = request
+        self._waiting.add(request)
+
+    def abort(self, request_id: str, reason: FinishReason) -> None:
+        """End a request in whatever state it is; one that has ended already, or is unknown, stays as it is.
+
+        Its last output comes from take_finished() (or the next update()). If it stands in a step whose result is not
+        in yet, that part of the result is dropped.
+        """
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._finish_early(request, reason)
+
+    def take_finished(self) -> list[RequestOutput]:
+        """Outputs, without a token, of requests that ended outside of update(): aborted, timed out."""
+        finished, self._finished = self._finished, []
+        return finished
+
+    def schedule(self, now: float) -> ScheduledStep | None:
+        """The next step, or None if there is nothing to compute. Requests past their deadline end here.
+
+        A step without rows and chunks only carries `released`.
+        """
+        self._end_expired(now)
+        plan = _Plan()
+        num_preemptions = self._num_preemptions
+
+        # Every stream advances in every step. What that costs bounds the prefill beside it.
+        for request in tuple(self._running):
+            if request.num_uncomputed_tokens == 1 and self._make_room(request):
+                plan.streams.append(request)
+
+        # Prompts, oldest first. Each takes half of what is left, so that a short one need not wait for a long one.
+        for request in self._running:
+            if request.num_uncomputed_tokens > 1:
+                self._grant_chunk(plan, request, at_most_half=True)
+        if self._num_preemptions == num_preemptions:
+            self._admit_waiting(plan)
+
+        # What nobody else wanted goes to the oldest.
+        for request in tuple(plan.chunk_ends):
+            self._grant_chunk(plan, request, at_most_half=False)
+
+        if not plan.streams and not plan.chunks() and not plan.rows() and not self._released:
+            return None
+        return self._give_out(plan)
+
+    def update(self, step: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
+        """Take a step's result: outputs of every request that got a token or ended.
+
+        Raises:
+            EngineError: the result is not one of this step.
+        """
+        flight = self._flights.get(step.step_id)
+        if flight is None or result.step_id != step.step_id or len(result.tokens) != len(flight.rows):
+            raise EngineError(f"result {result.step_id} does not belong to step {step.step_id}")
+        del self._flights[step.step_id]
+        self._budget.observe(step, result)
+        self._kv.finish_copies(step.copies)
+        for request, end in flight.chunks:
+            if request.status is RequestStatus.RUNNING:
+                request.num_computed_tokens = end
+                self._kv.publish(request)
+        outputs = self.take_finished()
+        for request, token in zip(flight.rows, result.tokens, strict=True):
+            if request.status is RequestStatus.RUNNING:
+                outputs.append(self._append_token(request, token, now))
+        return outputs
+
+    def fail_step(self, step: ScheduledStep) -> list[RequestOutput]:
+        """A step that was given out did not run: its requests end with ERROR, all others go on."""
+        flight = self._flights.pop(step.step_id)
+        for request in dict.fromkeys([*(request for request, _ in flight.chunks), *flight.rows]):
+            if request.status is not RequestStatus.FINISHED:
+                self._finish_early(request, FinishReason.ERROR)
+        # Unpinned last: while the source still answers for its tokens, the copy that never ran cannot be published.
+        self._kv.finish_copies(step.copies)
+        return self.take_finished()
+
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_blocks_used=self._kv.num_used_blocks,
+            num_blocks_cached=self._kv.num_cached_blocks,
+            max_blocks=self._kv.max_blocks,
+            num_steps=self._num_steps,
+            num_preemptions=self._num_preemptions,
+            num_prefix_queried_tokens=self._num_prefix_queried_tokens,
+            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises CacheIntegrityError unless queues, request states and block counts all agree."""
+        self._kv.check_integrity(self._running)
+        for status, requests in ((RequestStatus.RUNNING, self._running), (RequestStatus.WAITING, self._waiting)):
+            for request in requests:
+                if request.status is not status or self._requests.get(request.request_id) is not request:
+                    raise CacheIntegrityError(f"request {request.request_id} is {status.value} and not known as such")
+                if request.num_uncomputed_tokens < 1:
+                    raise CacheIntegrityError(f"request {request.request_id} has no token left to compute")
+        if len(self._running) + len(self._waiting) != len(self._requests):
+            raise CacheIntegrityError("some request is neither running nor waiting, or both")
+        if len(self._running) > self._config.max_num_seqs:
+            raise CacheIntegrityError("more requests run than max_num_seqs allows")
+
+    # --- schedule() ---
+
+    def _end_expired(self, now: float) -> None:
+        expired = [r for r in self._requests.values() if r.deadline is not None and r.deadline <= now]
+        for request in expired:
+            self._finish_early(request, FinishReason.TIMEOUT)
+
+    def _make_room(self, request: Request) -> bool:
+        """Cover the request's last token, if need be by preempting the newest; False if that was the request itself.
+
+        The oldest running request is never preempted and fits alone, so it ends; and a preempted one comes back before
+        anything newer starts. So each becomes the oldest in its turn, and none is preempted for ever.
+        """
+        while request.status is RequestStatus.RUNNING:
+            if self._kv.can_extend(request, request.num_tokens):
+                self._kv.extend(request, request.num_tokens)
+                return True
+            self._preempt(self._running[-1])
+        return False
+
+    def _grant_chunk(self, plan: _Plan, request: Request, *, at_most_half: bool) -> None:
+        """Plan as much of the request's prompt as the budget has left; more than planned before, never less."""
+        start, wanted = request.num_computed_tokens, request.num_uncomputed_tokens - 1
+        allowed = self._budget.num_tokens(plan.load(without=request), start)
+        if at_most_half:
+            allowed = min(allowed, max(allowed // 2, self._budget.min_prefill_tokens))
+        end = start + min(wanted, allowed)
+        if wanted > allowed:
+            # A chunk that ends with a block publishes all it wrote. A quarter of a chunk is not too much for that.
+            aligned = end - end % self._kv.block_size
+            end = aligned if end - aligned <= allowed // 4 else end
+        if end > start or wanted == 0:
+            plan.chunk_ends[request] = max(end, plan.chunk_ends.get(request, end))
+
+    def _admit_waiting(self, plan: _Plan) -> None:
+        passed_over: list[Request] = []
+        for request in self._waiting:
+            if len(self._running) >= self._config.max_num_seqs or len(passed_over) >= MAX_BYPASSED:
+                return
+            hit = self._kv.find_cached_prefix(request)
+            if hit.is_growing:
+                continue
+            if self._can_start(plan, request, hit):
+                self._start(plan, request, hit)
+                for older in passed_over:
+                    older.num_bypassed += 1
+            elif request.num_preemptions > 0 or request.num_bypassed >= MAX_BYPASSED:
+                return
+            else:
+                passed_over.append(request)
+
+    def _can_start(self, plan: _Plan, request: Request, hit: PrefixHit) -> bool:
+        needs_chunk = request.num_tokens - hit.num_tokens > 1
+        if needs_chunk and self._budget.num_tokens(plan.load(), hit.num_tokens) == 0:
+            return False
+        # A block in reserve for each running request: who starts with the last one is preempted in the next step.
+        return self._kv.can_admit(request, hit, reserve=len(self._running))
+
+    def _start(self, plan: _Plan, request: Request, hit: PrefixHit) -> None:
+        plan.copies.extend(self._kv.admit(request, hit))
+        self._waiting.remove(request)
+        self._running.append(request)
+        request.status = RequestStatus.RUNNING
+        request.num_computed_tokens = hit.num_tokens
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = hit.num_tokens
+            self._num_prefix_queried_tokens += request.num_tokens
+            self._num_prefix_hit_tokens += hit.num_tokens
+        self._grant_chunk(plan, request, at_most_half=True)
+
+    def _give_out(self, plan: _Plan) -> ScheduledStep:
+        flight = _Flight(chunks=plan.chunks(), rows=plan.rows())
+        step = ScheduledStep(
+            step_id=self._num_steps,
+            copies=tuple(plan.copies),
+            prefill=tuple(
+                PrefillChunk(
+                    request_id=request.request_id,
+                    token_ids=tuple(request.token_ids[request.num_computed_tokens : end]),
+                    start=request.num_computed_tokens,
+                    block_tables=self._kv.block_tables(request),
+                )
+                for request, end in flight.chunks
+            ),
+            decode=tuple(
+                DecodeRow(
+                    request_id=request.request_id,
+                    token_id=request.token_ids[-1],
+                    start=request.num_tokens - 1,
+                    block_tables=self._kv.block_tables(request),
+                    sampling=request.sampling,
+                    seed=request.seed,
+                    output_index=request.num_output_tokens,
+                )
+                for request in flight.rows
+            ),
+            num_blocks=self._kv.num_blocks,
+            released=tuple(self._released),
+        )
+        self._flights[step.step_id] = flight
+        self._released = []
+        self._num_steps += 1
+        return step
+
+    # --- the ends of a request ---
+
+    def _append_token(self, request: Request, token: SampledToken, now: float) -> RequestOutput:
+        request.num_computed_tokens = request.num_tokens
+        request.token_ids.append(token.token_id)
+        self._kv.publish(request)
+        reason = request.stop_reason_after(token.token_id)
+        if reason is not None:
+            self._finish(request, reason)
+            if self._last_finish is not None:
+                self._finish_interval = 0.8 * self._finish_interval + 0.2 * (now - self._last_finish)
+            self._last_finish = now
+        return self._output(request, token)
+
+    def _preempt(self, request: Request) -> None:
+        """Back to the front of the queue. Its blocks stay hashed, so that it usually finds them when it resumes."""
+        self._running.remove(request)
+        self._kv.free(request)
+        request.status = RequestStatus.WAITING
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        self._num_preemptions += 1
+        self._waiting.add(request)
+        self._released.append(request.request_id)
+
+    def _finish_early(self, request: Request, reason: FinishReason) -> None:
+        self._finish(request, reason)
+        self._finished.append(self._output(request, None))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._released.append(request.request_id)
+        else:
+            self._waiting.remove(request)
+        self._kv.free(request)
+        del self._requests[request.request_id]
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+
+    def _output(self, request: Request, token: SampledToken | None) -> RequestOutput:
+        return RequestOutput(
+            request_id=request.request_id,
+            token=token,
+            num_computed_tokens=request.num_computed_tokens,
+            num_cached_tokens=request.num_cached_tokens,
+            finish_reason=request.finish_reason,
+        )
+
+    def _check_length(self, request: Request) -> None:
+        if request.max_total_tokens <= request.num_tokens:
+            raise ContextLengthExceeded(
+                f"the prompt has {request.num_tokens} tokens and prompt and answer together may have "
+                f"{request.max_total_tokens}: shorten the prompt",
+                num_tokens=request.num_tokens + 1,
+                limit=request.max_total_tokens,
+            )
+        limit = self.max_total_tokens
+        if limit is not None and request.max_total_tokens > limit:
+            raise ContextLengthExceeded(
+                f"prompt and answer may have {request.max_total_tokens} tokens and the KV cache holds {limit}: "
+                "shorten the prompt, lower max_tokens, or give the cache more memory (kv_cache_bytes)",
+                num_tokens=request.max_total_tokens,
+                limit=limit,
+            )
