@@ -1,0 +1,1 @@
+"""Where models come from: names, the hub, files on disk, and the loaded model."""
