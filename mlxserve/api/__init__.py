@@ -1,0 +1,1 @@
+"""The HTTP side: one Starlette app, one package for each dialect, security and metrics around them."""

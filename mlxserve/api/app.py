@@ -1,0 +1,67 @@
+"""The Starlette app: all routes, and what stands around them."""
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from mlxserve.api.metrics import Metrics
+from mlxserve.api.openai.errors import error_response
+from mlxserve.api.openai.routes import OpenAIRoutes
+from mlxserve.api.request_scope import RequestScope
+from mlxserve.api.security import Security
+from mlxserve.config import ServerConfig
+from mlxserve.errors import MlxserveError
+
+if TYPE_CHECKING:
+    from mlxserve.engine.model_host import ModelHost
+
+
+def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Starlette:
+    """The app that serves `host`, which the caller starts and closes on the same event loop.
+
+    `metrics` should be the host's observer; it belongs to one app.
+
+    Raises:
+        ConfigError: allowed_hosts or allowed_origins is '*'.
+    """
+    metrics.watch(host.stats)
+
+    async def health(request: Request) -> Response:
+        status = host.health()
+        content = {"status": "ok" if status.ok else "error", "detail": status.detail}
+        return JSONResponse(content, status_code=200 if status.ok else 503)
+
+    async def scrape(request: Request) -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+    openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    app = Starlette(
+        routes=[Route("/health", health), Route("/metrics", scrape), *openai.routes()],
+        middleware=[Middleware(RequestScope), Middleware(Security, config=config)],
+        exception_handlers={
+            HTTPException: _answer_error,
+            MlxserveError: _answer_error,
+            ClientDisconnect: _answer_nobody,
+        },
+    )
+    # A redirect would send the client to whatever its Host header says.
+    app.router.redirect_slashes = False
+    return app
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException) and error.status_code in (404, 405):
+        detail = f"{request.method} {request.url.path} is not part of this API."
+        error = HTTPException(error.status_code, detail, headers=error.headers)
+    return error_response(error)
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    """The client is gone; the status is nginx's for that, for whoever looks on from outside."""
+    return Response(status_code=499)

@@ -1,0 +1,311 @@
+"""What clients send, as pydantic models: strict about types, and no field is ignored in silence.
+
+Three kinds of fields stand here. Those with an effect. Those accepted without one, because they ask for nothing
+that changes an answer: `user`, `safety_identifier`, `metadata`, `store`, `service_tier`, `prompt_cache_key`,
+`prompt_cache_retention`, `parallel_tool_calls`. And those that are known and not supported yet: they may be null
+or have a value that asks for nothing (`n: 1`, `tools: []`), and are refused by name otherwise. A field that stands
+nowhere here is refused as unknown. Null means the default everywhere.
+
+Beside OpenAI's own: `top_k`, `min_p`, `ignore_eos`, `chat_template_kwargs`, `priority`, `cache_salt` as vLLM has
+them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply.
+"""
+
+from typing import Annotated, Any, Literal, Self, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError, from_json
+
+from mlxserve.api.openai.errors import invalid_parameter
+from mlxserve.core.sampling_params import MAX_LOGPROBS
+from mlxserve.errors import InvalidParameter
+
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 500
+MAX_PROMPTS = 256
+DEFAULT_COMPLETION_TOKENS = 16
+"""max_tokens of /v1/completions where the client gave none: OpenAI's own default."""
+
+# The chat template gets these from elsewhere; a client must not replace them.
+_RESERVED_TEMPLATE_KWARGS = frozenset(
+    {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "bos_token", "eos_token"}
+)
+
+
+def unsupported(*neutral: Any) -> AfterValidator:
+    """Marks a field that is known and not supported yet: null and the `neutral` values pass, others are refused."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        # True == 1 and False == 0 in Python, but not on the wire.
+        same = (value == one and isinstance(value, bool) is isinstance(one, bool) for one in neutral)
+        if value is None or any(same):
+            return value
+        raise PydanticCustomError("unsupported_parameter", "this server does not support it yet; leave it out")
+
+    return AfterValidator(check)
+
+
+class WireModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+def _text_or_list(value: Any) -> str | None:
+    if isinstance(value, str):
+        return ":text"
+    return ":list" if isinstance(value, list) else None
+
+
+def _refuse_other_parts(part: Any) -> Any:
+    kind = part.get("type") if isinstance(part, dict) else "text"
+    if isinstance(kind, str) and kind != "text":
+        raise PydanticCustomError(
+            "unsupported_parameter", "parts of type {kind} are not supported yet; send text", {"kind": repr(kind[:40])}
+        )
+    return part
+
+
+class TextPart(WireModel):
+    type: Literal["text"]
+    text: str
+
+
+Content = Annotated[
+    Annotated[str, Tag(":text")]
+    | Annotated[
+        list[Annotated[TextPart, BeforeValidator(_refuse_other_parts)]],
+        Field(min_length=1, fail_fast=True),
+        Tag(":list"),
+    ],
+    Discriminator(_text_or_list, "content_type", "Input should be a string or a list of parts"),
+]
+
+StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
+Stop = Annotated[
+    Annotated[StopString, Tag(":text")]
+    | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(":list")],
+    Discriminator(_text_or_list, "stop_type", "Input should be a string or a list of strings"),
+]
+
+
+class FunctionCall(WireModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(WireModel):
+    """A call the model made earlier in the conversation."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: FunctionCall
+    index: int | None = None
+
+
+class Message(WireModel):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[ToolCall] | None = None
+    content: Content | None = Field(None, validate_default=True)
+    name: str | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    # What clients send back of an answer they were given.
+    refusal: Annotated[Any, unsupported()] = None
+    annotations: Annotated[Any, unsupported([])] = None
+    audio: Annotated[Any, unsupported()] = None
+    function_call: Annotated[Any, unsupported()] = None
+
+    @field_validator("content")
+    @classmethod
+    def _content_is_given(cls, content: Any, info: ValidationInfo) -> Any:
+        if content is None and not info.data.get("tool_calls"):
+            raise PydanticCustomError("missing", "Field required")
+        return content
+
+    @property
+    def text(self) -> str:
+        """The content as one string; parts become paragraphs."""
+        if isinstance(self.content, list):
+            return "\n".join(part.text for part in self.content)
+        return self.content or ""
+
+
+class StreamOptions(WireModel):
+    include_usage: bool | None = None
+    include_obfuscation: Annotated[Any, unsupported(False)] = None
+
+
+class CompletionFields(WireModel):
+    """What both kinds of completions have in common."""
+
+    model: Annotated[str, Field(min_length=1, max_length=1000)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    """0 and -1 are both off."""
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    stop: Stop | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
+    ignore_eos: bool | None = None
+    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    timeout: Annotated[float, Field(gt=0)] | None = None
+    timings: bool | None = None
+
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    n: Annotated[Any, unsupported(1)] = None
+    presence_penalty: Annotated[Any, unsupported(0)] = None
+    frequency_penalty: Annotated[Any, unsupported(0)] = None
+    repetition_penalty: Annotated[Any, unsupported(1)] = None
+    logit_bias: Annotated[Any, unsupported({})] = None
+    min_tokens: Annotated[Any, unsupported(0)] = None
+    keep_alive: Annotated[Any, unsupported()] = None
+    echo: Annotated[Any, unsupported(False)] = None
+    response_format: Annotated[Any, unsupported({"type": "text"})] = None
+
+    @model_validator(mode="after")
+    def _stream_options_need_a_stream(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidParameter("'stream_options' is only for requests with stream: true.", param="stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stop_strings(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+class ChatCompletionRequest(CompletionFields):
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    parallel_tool_calls: bool | None = None
+
+    tools: Annotated[Any, unsupported([])] = None
+    tool_choice: Annotated[Any, unsupported("none", "auto")] = None
+    functions: Annotated[Any, unsupported([])] = None
+    function_call: Annotated[Any, unsupported("none", "auto")] = None
+    reasoning_effort: Annotated[Any, unsupported()] = None
+    modalities: Annotated[Any, unsupported(["text"])] = None
+    audio: Annotated[Any, unsupported()] = None
+    prediction: Annotated[Any, unsupported()] = None
+    moderation: Annotated[Any, unsupported()] = None
+    verbosity: Annotated[Any, unsupported()] = None
+    web_search_options: Annotated[Any, unsupported()] = None
+    prompt_cache_options: Annotated[Any, unsupported({})] = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _no_reserved_names(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
+        reserved = sorted(_RESERVED_TEMPLATE_KWARGS & (kwargs or {}).keys())
+        if reserved:
+            raise PydanticCustomError("reserved", "{name} cannot be set here", {"name": repr(reserved[0])})
+        return kwargs
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidParameter(
+                "'max_tokens' and 'max_completion_tokens' differ; send one of them.", param="max_completion_tokens"
+            )
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidParameter("'top_logprobs' needs logprobs: true.", param="top_logprobs")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+
+
+def _kind_of_prompt(value: Any) -> str | None:
+    if isinstance(value, str):
+        return ":text"
+    first = value[0] if isinstance(value, list) and value else None
+    if isinstance(first, str):
+        return ":texts"
+    if isinstance(first, list):
+        return ":token_id_lists"
+    return ":token_ids" if isinstance(first, int) else None
+
+
+class CompletionRequest(CompletionFields):
+    prompt: Annotated[
+        Annotated[str, Tag(":text")]
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag(":texts")]
+        | Annotated[TokenIds, Tag(":token_ids")]
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag(":token_id_lists")],
+        Discriminator(
+            _kind_of_prompt, "prompt_type", "Input should be a string, token ids, or a list of one kind of these"
+        ),
+    ]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    best_of: Annotated[Any, unsupported(1)] = None
+    suffix: Annotated[Any, unsupported("")] = None
+
+    @model_validator(mode="after")
+    def _timings_of_one_prompt(self) -> Self:
+        if self.timings and len(self.prompts) > 1:
+            raise InvalidParameter("'timings' needs a single prompt.", param="timings")
+        return self
+
+    @property
+    def prompts(self) -> tuple[str | list[int], ...]:
+        """One entry for each choice of the reply: text, or token ids."""
+        if isinstance(self.prompt, str):
+            return (self.prompt,)
+        if isinstance(self.prompt[0], int):
+            return (self.prompt,)
+        return tuple(self.prompt)
+
+
+Schema = TypeVar("Schema", bound=WireModel)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """The request in a JSON body.
+
+    Raises:
+        InvalidParameter: not UTF-8, not JSON (NaN, lone surrogates, more than 200 levels), or a wrong field.
+    """
+    if not body.strip():
+        raise InvalidParameter("The body is empty; send a JSON object.", code="invalid_json")
+    try:
+        content = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise InvalidParameter(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise invalid_parameter(error) from error

@@ -1,0 +1,264 @@
+"""A ModelHost without a model: it says what a test tells it to, one byte a token, and notes what it was asked."""
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from mlxserve.core.generation import (
+    ChatPrompt,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    TextDelta,
+    TextPrompt,
+    Timings,
+    TokenPrompt,
+    Usage,
+)
+from mlxserve.core.request import FinishReason
+from mlxserve.core.stats import EngineStats
+from mlxserve.core.step import SampledToken, TokenLogprobs
+from mlxserve.errors import ContextLengthExceeded, ModelNotFound
+
+CONTEXT_LENGTH = 4096
+TIMINGS = Timings(front_end=0.001, queue=0.002, prefill=0.05, delivery=0.003, decode=0.5, total=0.6)
+
+
+class Gate:
+    """Something a test holds back until it opens it, from any thread."""
+
+    def __init__(self) -> None:
+        self._open = threading.Event()
+        self.num_waiting = 0
+        """How many came to the gate so far."""
+
+    def open(self) -> None:
+        self._open.set()
+
+    async def wait(self) -> None:
+        self.num_waiting += 1
+        while not self._open.is_set():  # noqa: ASYNC110 -- another thread opens it
+            await asyncio.sleep(0.002)
+
+
+@dataclass
+class Script:
+    """What happens to the requests of a test."""
+
+    text: str = "Hello, world!"
+    endless: bool = False
+    """Say `text` over and over until cancelled."""
+    load: Gate | None = None
+    tokenise: Gate | None = None
+    first_token: Gate | None = None
+    load_error: Exception | None = None
+    refusal: Exception | None = None
+    failure: Exception | None = None
+    """Raised after the text, where Finished should be."""
+    finishes: bool = True
+    """False: the events end without Finished."""
+    num_cached_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    name: str
+    created: int = 1_700_000_000
+    context_length: int | None = CONTEXT_LENGTH
+    loaded: bool = True
+    description: str = "A fake"
+
+
+@dataclass(frozen=True)
+class HealthStatus:
+    ok: bool
+    detail: str
+
+
+class ByteTokenizer:
+    has_chat_template = True
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id])
+
+
+@dataclass
+class FakeHost:
+    """The methods of engine.model_host.ModelHost that the API uses."""
+
+    script: Script = field(default_factory=Script)
+    names: tuple[str, ...] = ("fake", "org/fake-4bit")
+    default_sampling: dict[str, float | int] = field(default_factory=dict)
+    healthy: bool = True
+    requests: list[GenerationRequest] = field(default_factory=list)
+    """Every request that reached generate()."""
+    abandoned: list[str] = field(default_factory=list)
+    """Names and request ids whose load or admission was cancelled."""
+    cancelled: list[str] = field(default_factory=list)
+    """Ids of the generations that were cancelled before they ended."""
+    engine_stats: dict[str, EngineStats] = field(default_factory=dict)
+
+    async def get(self, name: str) -> "FakeModel":
+        if name not in self.names:
+            raise ModelNotFound(f"there is no model {name!r}", model=name)
+        if self.script.load_error is not None:
+            raise self.script.load_error
+        await self._pass(self.script.load, name)
+        return FakeModel(name, self)
+
+    def models(self) -> list[ModelInfo]:
+        return [ModelInfo(name) for name in self.names]
+
+    def health(self) -> HealthStatus:
+        return HealthStatus(self.healthy, "all is well" if self.healthy else "the engine stopped: out of memory")
+
+    def stats(self) -> dict[str, EngineStats]:
+        return self.engine_stats
+
+    def reset(self) -> None:
+        self.script = Script()
+        self.default_sampling = {}
+        self.requests.clear()
+        self.abandoned.clear()
+        self.cancelled.clear()
+
+    async def _pass(self, gate: Gate | None, what: str) -> None:
+        try:
+            if gate is not None:
+                await gate.wait()
+        except asyncio.CancelledError:
+            self.abandoned.append(what)
+            raise
+
+
+class FakeModel:
+    context_length = CONTEXT_LENGTH
+    tokenizer = ByteTokenizer()
+
+    def __init__(self, name: str, host: FakeHost) -> None:
+        self.name = name
+        self.default_sampling = host.default_sampling
+        self._host = host
+
+    async def generate(self, request: GenerationRequest) -> "FakeGeneration":
+        script = self._host.script
+        self._host.requests.append(request)
+        await self._host._pass(script.tokenise, request.request_id)
+        if script.refusal is not None:
+            raise script.refusal
+        num_tokens = num_prompt_tokens(request)
+        if num_tokens >= CONTEXT_LENGTH:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_tokens} tokens, the model takes {CONTEXT_LENGTH}",
+                num_tokens=num_tokens,
+                limit=CONTEXT_LENGTH,
+            )
+        return FakeGeneration(request, script, self._host)
+
+
+def num_prompt_tokens(request: GenerationRequest) -> int:
+    match request.prompt:
+        case ChatPrompt(messages=messages):
+            return sum(len(message["content"].encode()) for message in messages)
+        case TextPrompt(text=text):
+            return len(text.encode())
+        case TokenPrompt(token_ids=token_ids):
+            return len(token_ids)
+
+
+class FakeGeneration:
+    def __init__(self, request: GenerationRequest, script: Script, host: FakeHost) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = num_prompt_tokens(request)
+        self._request = request
+        self._script = script
+        self._host = host
+        self._events = self._run()
+        self._ended = False
+
+    def __aiter__(self) -> "FakeGeneration":
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        if self._ended:
+            raise StopAsyncIteration
+        return await anext(self._events)
+
+    def cancel(self) -> None:
+        if not self._ended:
+            self._ended = True
+            self._host.cancelled.append(self.request_id)
+
+    async def _run(self):
+        if self._script.first_token is not None:
+            await self._script.first_token.wait()
+        text, reason, stop_string = self._script.text, FinishReason.STOP, None
+        for stop in self._request.stop:
+            if stop in text:
+                text, stop_string = text[: text.index(stop)], stop
+        limit = self._request.sampling.max_tokens
+        num_tokens = 0
+        while True:
+            for character in text:
+                tokens = tuple(map(self._token, character.encode()))
+                if limit is not None and num_tokens + len(tokens) > limit:
+                    reason = FinishReason.LENGTH
+                    break
+                num_tokens += len(tokens)
+                yield TextDelta(character, tokens)
+            if not self._script.endless:
+                break
+            await asyncio.sleep(0.001)
+        self._ended = True
+        if self._script.failure is not None:
+            raise self._script.failure
+        if not self._script.finishes:
+            return
+        usage = Usage(self.num_prompt_tokens, self._script.num_cached_tokens, num_tokens)
+        yield Finished(reason, stop_string, usage, TIMINGS)
+
+    def _token(self, byte: int) -> SampledToken:
+        """Every token has half the probability, the next `k` byte values have less and less."""
+        num_logprobs = self._request.sampling.num_logprobs
+        if num_logprobs is None:
+            return SampledToken(byte)
+        top = tuple(((byte + rank) % 256, -0.5 - rank) for rank in range(num_logprobs))
+        return SampledToken(byte, TokenLogprobs(-0.5, top))
+
+
+@contextmanager
+def serve(app: ASGIApp) -> Iterator[str]:
+    """Run an app under uvicorn in a thread, on a free loopback port; gives its address."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        config = uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join(10)
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+    """Wait for another thread to bring about a condition.
+
+    Raises:
+        TimeoutError: it did not.
+    """
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            raise TimeoutError("the condition did not come about")
+        time.sleep(0.002)

@@ -1,0 +1,109 @@
+"""/metrics and /health."""
+
+import asyncio
+
+import httpx
+import pytest
+from fake_engine import FakeHost
+from prometheus_client.parser import text_string_to_metric_families
+
+from mlxserve.api.app import create_app
+from mlxserve.api.metrics import Metrics
+from mlxserve.config import ServerConfig
+from mlxserve.core.generation import Timings, Usage
+from mlxserve.core.stats import EngineStats, Observer, RequestRecord
+
+TIMINGS = Timings(front_end=0.1, queue=0.2, prefill=0.3, delivery=0.05, decode=1.0, total=2.0)
+NOT_STARTED = Timings(front_end=0.1, queue=0.0, prefill=0.0, delivery=0.0, decode=0.0, total=0.1)
+
+
+def get(host: FakeHost, metrics: Metrics, path: str) -> httpx.Response:
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(host, ServerConfig(), metrics))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path)
+
+    return asyncio.run(send())
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """(name, label values in order of label name) -> value, as a Prometheus server reads them."""
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def record(outcome: str, usage: Usage, timings: Timings = TIMINGS) -> RequestRecord:
+    return RequestRecord("id", "fake", outcome, usage, timings)
+
+
+def test_requests() -> None:
+    metrics = Metrics()
+    observer: Observer = metrics
+    observer.request_finished(record("stop", Usage(10, 4, 3)))
+    observer.request_finished(record("length", Usage(5, 0, 2)))
+    observer.request_finished(record("cancelled", Usage(7, 0, 1)))
+    observer.request_finished(record("QueueFull", Usage(0, 0, 0), NOT_STARTED))
+    observer.inter_token_latency("fake", 0.03)
+    observer.inter_token_latency("fake", 0.2)
+    response = get(FakeHost(), metrics, "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    found = samples(response.text)
+    assert found["mlxserve_requests_total", "fake", "stop"] == 1
+    assert found["mlxserve_requests_total", "fake", "QueueFull"] == 1
+    assert found["mlxserve_prompt_tokens_total", "fake"] == 22
+    assert found["mlxserve_generation_tokens_total", "fake"] == 6
+    # Whoever got no token has no time to its first one; whoever did not finish has no latency.
+    assert found["mlxserve_time_to_first_token_seconds_count", "fake"] == 3
+    assert found["mlxserve_time_to_first_token_seconds_sum", "fake"] == pytest.approx(3 * 0.65)
+    assert found["mlxserve_queue_time_seconds_sum", "fake"] == pytest.approx(3 * 0.2)
+    assert found["mlxserve_e2e_request_latency_seconds_count", "fake"] == 2
+    assert found["mlxserve_e2e_request_latency_seconds_sum", "fake"] == pytest.approx(4.0)
+    assert found["mlxserve_inter_token_latency_seconds_count", "fake"] == 2
+    assert found["mlxserve_inter_token_latency_seconds_bucket", "0.05", "fake"] == 1
+
+
+def test_engines() -> None:
+    host = FakeHost()
+    host.engine_stats["fake"] = EngineStats(
+        num_running=3,
+        num_waiting=2,
+        num_blocks_used=5,
+        num_blocks_cached=7,
+        max_blocks=20,
+        num_steps=99,
+        num_preemptions=1,
+        num_prefix_queried_tokens=1000,
+        num_prefix_hit_tokens=640,
+    )
+    host.engine_stats["fallback"] = EngineStats(1, 0, 0, 0, 0, 9, 0, 0, 0)
+    found = samples(get(host, Metrics(), "/metrics").text)
+    assert {name: value for name, value in found.items() if "fake" in name} == {
+        ("mlxserve_num_requests_running", "fake"): 3,
+        ("mlxserve_num_requests_waiting", "fake"): 2,
+        ("mlxserve_kv_cache_blocks_used", "fake"): 5,
+        ("mlxserve_kv_cache_usage_ratio", "fake"): 0.25,
+        ("mlxserve_prefix_cache_queries_total", "fake"): 1000,
+        ("mlxserve_prefix_cache_hits_total", "fake"): 640,
+        ("mlxserve_num_preemptions_total", "fake"): 1,
+    }
+    assert found["mlxserve_kv_cache_usage_ratio", "fallback"] == 0
+    assert found["mlxserve_num_requests_running", "fallback"] == 1
+
+
+def test_engines_are_asked_at_every_scrape() -> None:
+    host, metrics = FakeHost(), Metrics()
+    metrics.watch(host.stats)
+    assert ("mlxserve_num_requests_running", "late") not in samples(metrics.render().decode())
+    host.engine_stats["late"] = EngineStats(4, 0, 0, 0, 0, 0, 0, 0, 0)
+    assert samples(metrics.render().decode())["mlxserve_num_requests_running", "late"] == 4
+
+
+@pytest.mark.parametrize(("healthy", "status"), [(True, 200), (False, 503)])
+def test_health(healthy: bool, status: int) -> None:
+    response = get(FakeHost(healthy=healthy), Metrics(), "/health")
+    assert response.status_code == status
+    assert response.json()["status"] == ("ok" if healthy else "error")
+    assert ("out of memory" in response.json()["detail"]) is not healthy
