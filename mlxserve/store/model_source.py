@@ -1,0 +1,53 @@
+"""What a model's name stands for: where its files come from, and what goes with them."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class HubRepo:
+    """A repository on the Hugging Face hub."""
+
+    repo: str
+    revision: str = "main"
+
+    def __str__(self) -> str:
+        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+
+
+@dataclass(frozen=True, slots=True)
+class PackageFile:
+    """A file inside an installed Python package, which is located and never imported."""
+
+    package: str
+    file: str
+
+    def __str__(self) -> str:
+        return f"{self.file} in the Python package {self.package}"
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPath:
+    """A folder or a .gguf file of this machine."""
+
+    path: Path
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+
+Location = HubRepo | PackageFile | LocalPath
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """What a name stands for."""
+
+    name: str
+    """The canonical name: the alias in lower case, org/name, or the path."""
+    location: Location
+    context_length: int | None = None
+    """Tokens to serve at most; None: what the model says."""
+    sampling: dict[str, float | int] = field(default_factory=dict, hash=False)
+    """Values of SamplingParams fields where a request names none."""
+    description: str = ""
