@@ -1,0 +1,1 @@
+"""Between text and token ids: chat template and tokenizer in, detokenizer and stop strings out."""

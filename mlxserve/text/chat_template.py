@@ -1,0 +1,118 @@
+"""From a prompt as a dialect gives it to token ids: chat template, then tokenizer."""
+
+import inspect
+
+from mlxserve.core.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from mlxserve.errors import ContextLengthExceeded, InvalidParameter
+from mlxserve.text.tokenizer import Tokenizer
+
+MAX_ERROR_LENGTH = 500
+
+
+def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
+    """The text that the model's chat template makes of the messages, in transformers' sandbox.
+
+    It ends where the assistant's answer begins. If the last message is already an assistant's, with text and without
+    tool calls, it is the beginning of the answer: it stays open and the model goes on with it (what transformers calls
+    `continue_final_message`, and what Anthropic's API, Ollama and llama.cpp do).
+
+    Raises:
+        InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), or a template
+            argument has a name that is not the client's to set.
+    """
+    if not tokenizer.has_chat_template:
+        raise InvalidParameter(
+            "this model has no chat template; send it text through the completions endpoint", param="messages"
+        )
+    _check_template_kwargs(tokenizer, prompt)
+    continues = _ends_with_begun_answer(prompt)
+    try:
+        text: str = tokenizer.hf_tokenizer.apply_chat_template(
+            list(prompt.messages),
+            tools=list(prompt.tools) or None,
+            tokenize=False,
+            add_generation_prompt=not continues,
+            continue_final_message=continues,
+            **prompt.template_kwargs,
+        )
+    except Exception as error:  # a template is a program run on the client's data: any error can come out of it
+        reason = str(error) or type(error).__name__
+        if len(reason) > MAX_ERROR_LENGTH:
+            reason = reason[:MAX_ERROR_LENGTH] + "..."
+        raise InvalidParameter(
+            f"the model's chat template does not accept these messages: {reason}", param="messages"
+        ) from error
+    return text
+
+
+def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, context_length: int | None = None) -> list[int]:
+    """Token ids of a prompt: at least one.
+
+    A rendered chat gets no special tokens beside those its template wrote; plain text gets what the tokenizer adds (a
+    beginning-of-sequence token, mostly). With `context_length`, a text that cannot fit is refused before it is
+    tokenised; one that is found too long only afterwards is left to the caller.
+
+    Raises:
+        InvalidParameter: the template refuses the messages, a token id is not in the vocabulary, the text is not valid
+            Unicode, or the prompt is empty.
+        ContextLengthExceeded: the text has more bytes than `context_length` tokens can stand for.
+    """
+    match prompt:
+        case ChatPrompt():
+            ids = _encode(tokenizer, render(tokenizer, prompt), context_length, param="messages")
+        case TextPrompt():
+            ids = _encode(tokenizer, prompt.text, context_length, param="prompt")
+        case TokenPrompt():
+            ids = _checked_ids(tokenizer, prompt)
+    if not ids:
+        raise InvalidParameter(
+            "the prompt is empty; give it some text", param="messages" if isinstance(prompt, ChatPrompt) else "prompt"
+        )
+    return ids
+
+
+def _encode(tokenizer: Tokenizer, text: str, context_length: int | None, *, param: str) -> list[int]:
+    min_num_tokens = tokenizer.min_num_tokens(text)
+    if context_length is not None and min_num_tokens >= context_length:
+        raise ContextLengthExceeded(
+            f"the prompt has at least {min_num_tokens} tokens and leaves no room for an answer within the context "
+            f"length of {context_length} tokens; shorten it",
+            num_tokens=min_num_tokens,
+            limit=context_length,
+            param=param,
+        )
+    try:
+        return tokenizer.encode(text, add_special_tokens=param == "prompt")
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(
+            f"the text has half of a surrogate pair at character {error.start}; send whole Unicode characters",
+            param=param,
+        ) from error
+
+
+def _checked_ids(tokenizer: Tokenizer, prompt: TokenPrompt) -> list[int]:
+    for position, token_id in enumerate(prompt.token_ids):
+        if not 0 <= token_id < tokenizer.vocab_size:
+            raise InvalidParameter(
+                f"token {position} of the prompt is {token_id}; this model's token ids go from 0 to "
+                f"{tokenizer.vocab_size - 1}",
+                param="prompt",
+            )
+    return list(prompt.token_ids)
+
+
+def _ends_with_begun_answer(prompt: ChatPrompt) -> bool:
+    if not prompt.messages:
+        return False
+    last = prompt.messages[-1]
+    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
+
+
+def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
+    """Refuse arguments that would reach the renderer in place of the template: another template, `tokenize`, ..."""
+    parameters = inspect.signature(tokenizer.hf_tokenizer.apply_chat_template).parameters
+    reserved = ({*parameters, "messages", "conversations"} - {"documents"}) & prompt.template_kwargs.keys()
+    if reserved:
+        raise InvalidParameter(
+            f"{', '.join(sorted(reserved))} cannot be set as a template argument", param="chat_template_kwargs"
+        )
