@@ -177,7 +177,7 @@ class BlockPool:
             _check(block_id not in cached or block.content is not None, f"cached block {block_id} has no content")
             if block.content is not None:
                 name = block.content.hash
-                _check(name is None or self._by_hash.get(name) == block_id, f"block {block_id} is not found by its hash")
+                _check(name is None or self._by_hash.get(name) == block_id, f"the hash of block {block_id} is lost")
                 _check(block_id in self._children.get(block.content.parent, ()), "a block is unknown to its parent")
         with_content = [block.content for block in self._blocks if block.content is not None]
         _check(len(self._by_hash) == sum(content.hash is not None for content in with_content), "a hash names no block")

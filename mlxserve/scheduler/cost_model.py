@@ -1,11 +1,13 @@
 """How long work takes, learned from measured times."""
 
 import math
+import statistics
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 MAX_CELLS = 64
 SAMPLES_PER_CELL = 5
+LATEST_RATIOS = 9
 RIDGE = 1e-6
 """Relative to the diagonal: it only decides between combinations that the measurements cannot tell apart."""
 
@@ -16,12 +18,15 @@ class LinearCost:
     Measurements fall into cells of similar features (half octaves). Each cell keeps its last few and stands for itself
     with the median one, so a hiccup counts for nothing; and since every cell counts once, a thousand decode steps do
     not wash out what the warm-up measured of other loads. The weights minimise the sum of squared relative errors over
-    the cells.
+    the cells. So they change slowly; that the whole machine became slower or faster shows in the median ratio of the
+    latest measurements to the fit, by which predictions are multiplied.
     """
 
     def __init__(self) -> None:
         self._cells: OrderedDict[tuple[int, ...], deque[tuple[float, tuple[int, ...]]]] = OrderedDict()
-        self._weights: list[float] | None = None
+        self._weights: list[float] = []
+        self._is_fitted = False
+        self._ratios: deque[float] = deque(maxlen=LATEST_RATIOS)
 
     @property
     def is_measured(self) -> bool:
@@ -36,15 +41,20 @@ class LinearCost:
         self._cells.move_to_end(key)
         if len(self._cells) > MAX_CELLS:
             self._cells.popitem(last=False)
-        self._weights = None
+        fitted = _dot(self._weights, features) if self._weights else 0.0
+        if fitted > 0.0:
+            self._ratios.append(seconds / fitted)
+        self._is_fitted = False
 
     def predict(self, features: Sequence[int]) -> float:
         """Seconds; 0 before the first measurement."""
         if not self._cells:
             return 0.0
-        if self._weights is None:
+        if not self._is_fitted:
             self._weights = self._fit()
-        return sum(weight * value for weight, value in zip(self._weights, features, strict=True))
+            self._is_fitted = True
+        ratio = statistics.median(self._ratios) if self._ratios else 1.0
+        return ratio * _dot(self._weights, features)
 
     def _fit(self) -> list[float]:
         medians = [sorted(samples)[(len(samples) - 1) // 2] for samples in self._cells.values()]
@@ -58,6 +68,10 @@ class LinearCost:
             if solution[worst] >= 0.0:
                 return [solution.get(i, 0.0) / scale for i, scale in enumerate(scales)]
             used.remove(worst)
+
+
+def _dot(weights: Sequence[float], features: Sequence[int]) -> float:
+    return sum(weight * value for weight, value in zip(weights, features, strict=True))
 
 
 def _least_squares(rows: list[list[float]]) -> list[float]:

@@ -191,6 +191,7 @@ class Scheduler:
                 self._finish_early(request, FinishReason.ERROR)
         # Unpinned last: while the source still answers for its tokens, the copy that never ran cannot be published.
         self._kv.finish_copies(step.copies)
+        self._released = [*step.released, *self._released]
         return self.take_finished()
 
     def stats(self) -> EngineStats:

@@ -1,0 +1,211 @@
+"""A runner without a model: it remembers what each position of each block was computed from, and checks every read."""
+
+import random
+from collections.abc import Callable, Sequence
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.request import FinishReason, Request, RequestStatus
+from mlxserve.core.sampling_params import SamplingParams
+from mlxserve.core.step import BlockTable, RequestOutput, SampledToken, ScheduledStep, StepResult
+from mlxserve.kv.block_pool import BlockPool
+from mlxserve.kv.layer_group import FullAttentionGroup
+from mlxserve.kv.manager import KVManager
+from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.scheduler import Scheduler
+
+BLOCK_SIZE = 8
+VOCABULARY = 12
+EOS = 0
+
+
+def make_request(request_id: str, prompt: Sequence[int], *, max_tokens: int = 8, **fields: object) -> Request:
+    values: dict[str, object] = {
+        "sampling": SamplingParams(temperature=0.0, max_tokens=max_tokens),
+        "eos_token_ids": frozenset({EOS}),
+        "seed": 0,
+        "max_total_tokens": len(prompt) + max_tokens,
+        "arrival_time": 0.0,
+    }
+    return Request(request_id=request_id, prompt_token_ids=list(prompt), **(values | fields))  # type: ignore[arg-type]
+
+
+def make_kv(max_blocks: int, *, enable_prefix_caching: bool = True, block_size: int = BLOCK_SIZE) -> KVManager:
+    group = FullAttentionGroup(BlockPool(max_blocks), block_size)
+    return KVManager([group], block_size=block_size, model_id="m", enable_prefix_caching=enable_prefix_caching)
+
+
+def make_scheduler(max_blocks: int = 64, *, kv: KVManager | None = None, **settings: object) -> Scheduler:
+    config = EngineConfig(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type]
+    kv = kv or make_kv(max_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    budget = PrefillBudget(
+        max_prefill_tokens=config.max_prefill_tokens, target_itl=config.target_itl_ms / 1000, min_prefill_tokens=4
+    )
+    return Scheduler(config, kv, budget)
+
+
+def next_state(state: int, token: int) -> int:
+    """What a position depends on: a digest of all tokens up to it."""
+    return ((state ^ (token + 1)) * 0x9E3779B97F4A7C15 + 0x7F4A7C15) % 2**64
+
+
+def root_state(salt: str | None) -> int:
+    return 0 if salt is None else 1 + sum(salt.encode())
+
+
+def next_token(state: int) -> int:
+    """The model: a function of everything before, and of nothing else."""
+    return (state >> 17) % VOCABULARY
+
+
+def states_of(token_ids: Sequence[int], salt: str | None) -> list[int]:
+    states, state = [], root_state(salt)
+    for token in token_ids:
+        state = next_state(state, token)
+        states.append(state)
+    return states
+
+
+def expected_tokens(request: Request) -> list[int]:
+    """Prompt and answer when the request runs alone, without a cache."""
+    tokens = list(request.prompt_token_ids)
+    states = states_of(tokens, request.cache_salt)
+    while len(tokens) < request.max_total_tokens:
+        token = next_token(states[-1])
+        tokens.append(token)
+        states.append(next_state(states[-1], token))
+        if token in request.eos_token_ids or token in request.sampling.stop_token_ids:
+            break
+    return tokens
+
+
+class FakeRunner:
+    """Runs steps on simulated blocks; raises AssertionError on any read of a position that holds something else."""
+
+    def __init__(self, block_size: int = BLOCK_SIZE, seed: int = 0) -> None:
+        self.block_size = block_size
+        self.blocks: list[list[int | None]] = []
+        self.salts: dict[str, str | None] = {}
+        self._states: dict[str, list[int]] = {}
+        self._tokens: dict[str, list[int]] = {}
+        self._random = random.Random(seed)
+        self.num_copied_tokens = 0
+        self.num_prefilled_tokens = 0
+
+    def add(self, request: Request) -> None:
+        """Tell the runner the true sequence; a step carries only what it computes."""
+        self._tokens[request.request_id] = request.token_ids
+        self._states[request.request_id] = []
+        self.salts[request.request_id] = request.cache_salt
+
+    def run(self, step: ScheduledStep) -> StepResult:
+        for _ in range(len(self.blocks), step.num_blocks[0] if step.num_blocks else 0):
+            self.blocks.append([None] * self.block_size)
+        for copy in step.copies:
+            source = self.blocks[copy.source]
+            assert None not in source[: copy.num_tokens], f"copy of unwritten positions: {copy}"
+            self.blocks[copy.target][: copy.num_tokens] = source[: copy.num_tokens]
+        for chunk in step.prefill:
+            assert chunk.token_ids, "an empty chunk"
+            self._compute(chunk.request_id, chunk.token_ids, chunk.start, chunk.block_tables)
+            self.num_prefilled_tokens += len(chunk.token_ids)
+        tokens = []
+        for row in step.decode:
+            state = self._compute(row.request_id, (row.token_id,), row.start, row.block_tables)
+            tokens.append(SampledToken(next_token(state)))
+        self.num_copied_tokens += sum(copy.num_tokens for copy in step.copies)
+        noise = self._random.choice([1.0, 1.1, 0.9, 30.0 if self._random.random() < 0.02 else 1.0])
+        return StepResult(
+            step_id=step.step_id,
+            tokens=tuple(tokens),
+            prefill_time=noise * (0.004 * len(step.prefill) + 0.0005 * step.num_prefill_tokens) or 1e-5,
+            decode_time=noise * (0.01 + 0.001 * len(step.decode)),
+        )
+
+    def _compute(self, request_id: str, tokens: tuple[int, ...], start: int, tables: tuple[BlockTable, ...]) -> int:
+        (table,) = tables
+        known = self._tokens[request_id]
+        end = start + len(tokens)
+        assert tuple(known[start:end]) == tokens, f"{request_id}: not its tokens at {start}"
+        assert end <= len(table) * self.block_size, f"{request_id}: table too short for {end}"
+        assert all(0 < block < len(self.blocks) for block in table), f"{request_id}: {table}"
+        states = self._states[request_id]
+        state = states[-1] if states else root_state(self.salts[request_id])
+        for token in known[len(states) : end]:
+            state = next_state(state, token)
+            states.append(state)
+        read = [value for block in table for value in self.blocks[block]][:start]
+        assert read == states[:start], f"{request_id}: the cache before {start} holds something else"
+        for position in range(start, end):
+            self.blocks[table[position // self.block_size]][position % self.block_size] = states[position]
+        return states[end - 1]
+
+
+class Driver:
+    """Scheduler and fake runner, step by step, with integrity checks and every request's outcome."""
+
+    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
+        self.scheduler = scheduler
+        self.runner = FakeRunner(seed=seed)
+        self.now = 0.0
+        self.steps: list[ScheduledStep] = []
+        self.requests: dict[str, Request] = {}
+        self.outcomes: dict[str, FinishReason] = {}
+        self.received: dict[str, list[int]] = {}
+
+    def add(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.add(request)
+            self.requests[request.request_id] = request
+            self.received[request.request_id] = []
+            self.runner.add(request)
+
+    def step(self, between: Callable[[], None] = lambda: None, *, fails: bool = False) -> ScheduledStep | None:
+        """One engine step; `between` is called while it is in flight. One that fails does not run."""
+        step = self.scheduler.schedule(self.now)
+        self.scheduler.check_integrity()
+        self.collect()
+        if step is None:
+            return None
+        self.steps.append(step)
+        if fails:
+            between()
+            self.collect(self.scheduler.fail_step(step))
+            self.scheduler.check_integrity()
+            return step
+        result = self.runner.run(step)
+        between()
+        self.now += result.prefill_time + result.decode_time
+        self.collect(self.scheduler.update(step, result, self.now))
+        self.scheduler.check_integrity()
+        return step
+
+    def run(self, max_steps: int = 10_000) -> None:
+        """Until nothing is left."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_work:
+                return
+            self.step()
+        raise AssertionError(f"still working after {max_steps} steps: {self.scheduler.stats()}")
+
+    def collect(self, outputs: Sequence[RequestOutput] | None = None) -> None:
+        for output in self.scheduler.take_finished() if outputs is None else outputs:
+            assert output.request_id not in self.outcomes, f"{output.request_id}: an output after its last one"
+            if output.token is not None:
+                self.received[output.request_id].append(output.token.token_id)
+            if output.finish_reason is not None:
+                self.outcomes[output.request_id] = output.finish_reason
+                self.check_outcome(self.requests[output.request_id])
+
+    def check_outcome(self, request: Request) -> None:
+        """What came out is what the request gives alone, whole or as far as it got."""
+        expected = expected_tokens(request)
+        answer = request.prompt_token_ids + self.received[request.request_id]
+        assert request.status is RequestStatus.FINISHED
+        assert request.token_ids == answer
+        if request.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+            assert answer == expected
+            ended_by_token = answer[-1] in request.eos_token_ids
+            assert request.finish_reason is (FinishReason.STOP if ended_by_token else FinishReason.LENGTH)
+        else:
+            assert answer == expected[: len(answer)]
+        assert request.num_cached_tokens < request.num_prompt_tokens or request.num_cached_tokens == 0
