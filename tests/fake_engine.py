@@ -236,16 +236,23 @@ class FakeGeneration:
 @contextmanager
 def serve(app: ASGIApp) -> Iterator[str]:
     """Run an app under uvicorn in a thread, on a free loopback port; gives its address."""
+    with run_server(app) as (address, _):
+        yield address
+
+
+@contextmanager
+def run_server(app: ASGIApp) -> Iterator[tuple[str, uvicorn.Server]]:
+    """serve() for those who need uvicorn's server as well."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
-        config = uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        config = uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=5)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
             wait_until(lambda: server.started)
-            yield f"http://127.0.0.1:{port}"
+            yield f"http://127.0.0.1:{port}", server
         finally:
             server.should_exit = True
             thread.join(10)

@@ -3,7 +3,9 @@
 import asyncio
 import json
 import logging
+import signal
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHost, Gate, Script, serve, wait_until
+from fake_engine import FakeHost, Gate, Script, run_server, serve, wait_until
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
@@ -564,3 +566,19 @@ def test_answers_are_never_logged(host: FakeHost, http: httpx.Client, caplog: py
     with caplog.at_level(logging.DEBUG):
         assert '"content":"H"' in chat(http, stream=True).text
     assert '"content":"H"' not in caplog.text
+
+
+def test_streams_end_well_while_the_server_shuts_down() -> None:
+    host = FakeHost()
+    host.script.first_token = gate = Gate()
+    body = {"model": "fake", "messages": HELLO, "stream": True}
+    with (
+        run_server(create_app(host, ServerConfig(), Metrics())) as (address, server),
+        httpx.stream("POST", address + "/v1/chat/completions", json=body) as reply,
+    ):
+        wait_until(lambda: gate.num_waiting)
+        server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.7)  # sse-starlette looks for a shutdown every half second
+        gate.open()
+        assert list(reply.iter_lines())[-2:] == ["data: [DONE]", ""]
+    assert host.cancelled == []
