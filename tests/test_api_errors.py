@@ -118,7 +118,6 @@ BAD_CHAT = [
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "invalid_value"),
     ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
     ({"chat_template_kwargs": []}, "chat_template_kwargs", "invalid_type"),
-    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "invalid_value"),
     ({"metadata": {"a": 1}}, "metadata.a", "invalid_type"),
     ({"user": 1}, "user", "invalid_type"),
     ({"priority": "high"}, "priority", "invalid_type"),

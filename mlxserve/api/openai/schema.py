@@ -37,11 +37,6 @@ MAX_PROMPTS = 256
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where the client gave none: OpenAI's own default."""
 
-# The chat template gets these from elsewhere; a client must not replace them.
-_RESERVED_TEMPLATE_KWARGS = frozenset(
-    {"messages", "tools", "add_generation_prompt", "chat_template", "tokenize", "bos_token", "eos_token"}
-)
-
 
 def unsupported(*neutral: Any) -> AfterValidator:
     """Marks a field that is known and not supported yet: null and the `neutral` values pass, others are refused."""
@@ -219,14 +214,6 @@ class ChatCompletionRequest(CompletionFields):
     verbosity: Annotated[Any, unsupported()] = None
     web_search_options: Annotated[Any, unsupported()] = None
     prompt_cache_options: Annotated[Any, unsupported({})] = None
-
-    @field_validator("chat_template_kwargs")
-    @classmethod
-    def _no_reserved_names(cls, kwargs: dict[str, Any] | None) -> dict[str, Any] | None:
-        reserved = sorted(_RESERVED_TEMPLATE_KWARGS & (kwargs or {}).keys())
-        if reserved:
-            raise PydanticCustomError("reserved", "{name} cannot be set here", {"name": repr(reserved[0])})
-        return kwargs
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
