@@ -107,8 +107,30 @@ def test_positive_and_negative_zero_are_equal_logits(monkeypatch):
 
 
 def test_top_p_of_equal_logits_keeps_no_token_too_many(monkeypatch):
-    shares = on_a_grid(monkeypatch, np.zeros(10, np.float32), SamplingParams(top_p=0.3))
-    assert list(np.flatnonzero(shares)) == [0, 1, 2]
+    shares = on_a_grid(monkeypatch, np.zeros(13, np.float32), SamplingParams(top_p=7 / 13))
+    assert list(np.flatnonzero(shares)) == list(range(7))
+
+
+@pytest.mark.parametrize(
+    ("params", "num_ranked"),
+    [
+        ([SamplingParams(temperature=0.0), SamplingParams(), SamplingParams(min_p=0.5)], []),
+        ([SamplingParams(top_k=10)] * 3, [16]),
+        ([SamplingParams(top_k=17)] * 3, [200]),
+        ([SamplingParams(top_p=0.05)] * 3, [16]),
+        ([SamplingParams(top_p=0.9, min_p=0.99)] * 3, [16]),
+        ([SamplingParams(top_p=0.05), SamplingParams(top_p=0.9), SamplingParams(top_p=0.05)], [16, 128, 200]),
+    ],
+)
+def test_no_row_ranks_more_tokens_than_it_needs(monkeypatch, params, num_ranked):
+    counts = []
+    most_likely = sampler_module._most_likely
+    monkeypatch.setattr(
+        sampler_module, "_most_likely", lambda logits, count: counts.append(count) or most_likely(logits, count)
+    )
+    logits = np.tile(np.linspace(0, 1, 200, dtype=np.float32), (3, 1))
+    sample(logits, [decode_row(row_params) for row_params in params], num_candidates=16)
+    assert counts == num_ranked
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.float16, mx.bfloat16])
@@ -147,6 +169,12 @@ def test_uniform_numbers_are_even_and_exact_in_float32():
         assert ((counts - 1000.0) ** 2 / 1000).sum() < 120  # 63 degrees of freedom, p = 2e-5
         assert abs(np.corrcoef(numbers[:-1], numbers[1:])[0, 1]) < 0.02
     assert uniform(2**64 - 1, 10**6) != uniform(2**64 - 2, 10**6)
+
+
+def test_no_seed_is_another_one_shifted():
+    """Seeds one step of the generator apart, which plain SplitMix64 would make overlap."""
+    step = 0x9E3779B97F4A7C15
+    assert [uniform(step, index) for index in range(4)] != [uniform(0, index) for index in range(1, 5)]
 
 
 @pytest.mark.parametrize("num_candidates", [64, 1024], ids=["rows that fall back", "no fallback"])
@@ -208,7 +236,7 @@ EXTREMES = {
 }
 
 
-@pytest.mark.parametrize("number", [0.0, 0.5, ALMOST_ONE])
+@pytest.mark.parametrize("number", [0.0, 0.5, ALMOST_ONE, 1.0], ids=["0", "half", "almost 1", "rounded up to 1"])
 @pytest.mark.parametrize("temperature", [1e-300, 1e-6, 1.0, 100.0])
 @pytest.mark.parametrize("logits", EXTREMES.values(), ids=EXTREMES.keys())
 def test_extreme_logits_give_only_possible_tokens(monkeypatch, logits, temperature, number):

@@ -6,8 +6,8 @@ Rows fall into four kinds, and each kind does only the work it needs over a voca
 |-----------|------------------------|-----------------------------------------------------------------------|
 | greedy    | temperature 0          | argmax                                                                |
 | whole     | no top_k, no top_p     | exp, cumulative sum (min_p is a threshold below the largest logit)    |
-| top-k     | top_k                  | partition                                                             |
-| open      | top_p without top_k    | partition, exp and sum; a sort of the rows whose candidates fall short |
+| top-k     | top_k                  | partition (sort, where top_k is above NUM_CANDIDATES)                 |
+| open      | top_p without top_k    | partition, exp and sum; again with more for rows that fall short      |
 
 Tokens are ranked by logit, larger first, and among equal logits by token id, smaller first. Every cut keeps a prefix of
 this ranking, so what is kept does not depend on how a partition orders equals, and top_k 1 is the greedy token.
@@ -25,6 +25,7 @@ import mlx.core as mx
 from mlxserve.core.step import DecodeRow, SampledToken, TokenLogprobs
 
 NUM_CANDIDATES = 1024
+CANDIDATE_GROWTH = 8
 CUMSUM_BLOCK = 256
 MIN_TEMPERATURE = 1e-20
 """Lower ones behave alike, and would underflow to 0 in float32."""
@@ -82,7 +83,7 @@ class SampleOutput:
 
 
 class Sampler:
-    """`num_candidates`: how many of the most likely tokens a ranked row looks at before its whole row is sorted."""
+    """`num_candidates`: how many of the most likely tokens a ranked row looks at first; the whole row, where needed."""
 
     def __init__(self, num_candidates: int = NUM_CANDIDATES) -> None:
         self.num_candidates = num_candidates
@@ -164,15 +165,18 @@ def _draw_whole(logits: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
 
 
 def _draw_open(logits: mx.array, rows: Sequence[DecodeRow], num_candidates: int) -> mx.array:
-    """Draw for rows with top_p and no top_k: from the candidates where they suffice, else from the sorted row."""
+    """Draw for rows with top_p and no top_k, and again from more candidates where they do not reach top_p."""
     token_ids, is_complete = _draw_ranked(logits, rows, num_candidates)
+    if num_candidates == logits.shape[-1]:
+        return token_ids
     complete = _to_list(is_complete)
     if all(complete):
         return token_ids
     short = [index for index, flag in enumerate(complete) if not flag]
     enough = [index for index, flag in enumerate(complete) if flag]
-    sorted_ids, _ = _draw_ranked(_take_rows(logits, short), [rows[index] for index in short], logits.shape[-1])
-    return _in_row_order([token_ids[mx.array(enough, dtype=mx.int32)], sorted_ids], enough + short)
+    more = min(num_candidates * CANDIDATE_GROWTH, logits.shape[-1])
+    redrawn = _draw_open(_take_rows(logits, short), [rows[index] for index in short], more)
+    return _in_row_order([token_ids[mx.array(enough, dtype=mx.int32)], redrawn], enough + short)
 
 
 def _draw_ranked(logits: mx.array, rows: Sequence[DecodeRow], num_candidates: int) -> tuple[mx.array, mx.array]:
