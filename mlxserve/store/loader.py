@@ -124,10 +124,10 @@ class _Folder:
 
 
 def _load_folder(folder: _Folder, dtype_policy: DtypePolicy) -> LoadedModel:
-    config = folder.read_json("config.json")
-    if config is None:
+    declared = folder.read_json("config.json")
+    if declared is None:
         raise folder.unusable("it has no config.json, so it is not a model folder")
-    _check_runnable(folder, config)
+    _check_runnable(folder, declared)
     _check_weight_files(folder)
     tokenizer = _load_tokenizer(folder)
     try:
@@ -138,10 +138,10 @@ def _load_folder(folder: _Folder, dtype_policy: DtypePolicy) -> LoadedModel:
         # The whole module tree and not only its parameters: RoPE frequencies and other constants are lazy too.
         mx.eval(model)
     except Exception as error:  # mlx-lm and mlx raise whatever the files led them to
-        own_code = " (it comes with its own code, which mlxserve never runs)" if "auto_map" in config else ""
+        own_code = " (it comes with its own code, which mlxserve never runs)" if "auto_map" in declared else ""
         raise folder.unusable(f"mlx-lm cannot load it{own_code}: {type(error).__name__}: {error}") from error
     mx.clear_cache()
-    eos_token_ids = _eos_token_ids(config, folder.read_json("generation_config.json") or {}, tokenizer)
+    eos_token_ids = _eos_token_ids(declared, folder.read_json("generation_config.json") or {}, tokenizer)
     return _finish(folder.model, model, config, tokenizer, eos_token_ids=eos_token_ids, quantization=quantization)
 
 
