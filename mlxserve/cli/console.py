@@ -1,0 +1,62 @@
+"""What `mlxserve run` reads and writes: answers on stdout, everything else on stderr."""
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+# C0 and C1 controls except tab and newline: an answer must not be able to move the cursor or retitle the window.
+_CONTROLS = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if chr(code) not in "\t\n"}
+
+
+def write_answer(text: str) -> None:
+    """Write a piece of an answer to stdout at once; bytes as they are to a file or pipe, no controls to a terminal."""
+    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
+
+
+def notice(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def read_stdin() -> str | None:
+    """What was piped in, as text; None when stdin is a terminal or closed. Bytes that are not UTF-8 become U+FFFD."""
+    if sys.stdin is None or sys.stdin.isatty():
+        return None
+    return sys.stdin.buffer.read().decode("utf-8", errors="replace").removeprefix("\ufeff")
+
+
+def interactive() -> bool:
+    """Whether somebody sits at both ends."""
+    return sys.stdin is not None and sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def make_stdout_lenient() -> None:
+    """Let text that the terminal's encoding lacks come out as `?` instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]
+
+
+def abandon_stdout() -> None:
+    """After a broken pipe: point stdout elsewhere, or Python complains when it flushes at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def leave(code: int) -> NoReturn:
+    """Exit now, without waiting for threads: a download or a load in one of them cannot be interrupted."""
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
+
+
+@contextmanager
+def spinner(text: str) -> Iterator[None]:
+    """A spinner on stderr while the block runs, if stderr is a terminal."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status(text):
+        yield

@@ -1,0 +1,61 @@
+"""What is seen on stderr while a model is downloaded and loaded."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from mlxserve.cli.console import notice, spinner
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+
+class LoadDisplay:
+    """A spinner, and a bar for a download; where stderr is no terminal, a line for each tenth of it."""
+
+    def __init__(self) -> None:
+        self._name = ""
+        self._shown = ExitStack()
+        self._bar: Progress | None = None
+        self._tenths_told = 0
+
+    @contextmanager
+    def loading(self, name: str) -> Iterator[None]:
+        """Show that `name` is loading while the block runs."""
+        self._name = name
+        self._shown.enter_context(spinner(f"loading {name}"))
+        try:
+            yield
+        finally:
+            self._shown.close()
+            self._bar = None
+            self._tenths_told = 0
+
+    def progress(self, num_bytes: int, total_bytes: int) -> None:
+        """Show how far the download is. Any thread may call this."""
+        if sys.stderr.isatty():
+            self._show_bar(num_bytes, total_bytes)
+        elif total_bytes and num_bytes * 10 // total_bytes > self._tenths_told:
+            self._tenths_told = num_bytes * 10 // total_bytes
+            notice(f"downloading {self._name}: {self._tenths_told * 10} % of {total_bytes / 1e6:,.0f} MB")
+
+    def _show_bar(self, num_bytes: int, total_bytes: int) -> None:
+        if self._bar is None:
+            # Not at the top: rich takes long to import, and most runs download nothing.
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+            from rich.progress import TransferSpeedColumn as SpeedColumn
+
+            self._shown.close()
+            columns = (
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                SpeedColumn(),
+                TimeRemainingColumn(),
+            )
+            self._bar = self._shown.enter_context(Progress(*columns, console=Console(stderr=True)))
+            self._bar.add_task(f"downloading {self._name}")
+        task = self._bar.tasks[0]
+        self._bar.update(task.id, completed=num_bytes, total=total_bytes or None)

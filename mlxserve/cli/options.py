@@ -1,0 +1,18 @@
+"""Options that more than one command takes."""
+
+from typing import Annotated
+
+import typer
+
+from mlxserve.config import parse_size
+
+Host = Annotated[str | None, typer.Option(metavar="H", help="Address of the server.  [127.0.0.1]")]
+Port = Annotated[int | None, typer.Option(metavar="N", help="Port of the server.  [11711]")]
+Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads; no effect on a GPU.")]
+
+
+def parse_size_option(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise typer.BadParameter(f"{text!r} is no size; write for example 512, 1.5M or 20GB") from error

@@ -1,0 +1,210 @@
+"""`mlxserve serve`: the HTTP server, from binding its port to draining it."""
+
+import asyncio
+import dataclasses
+import json
+import logging
+import math
+import shlex
+import signal
+import socket
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from mlxserve import __version__, blas, config
+from mlxserve.cli import addresses, console, logs
+from mlxserve.cli.load_display import LoadDisplay
+from mlxserve.cli.options import Host, Port, Threads, parse_size_option
+from mlxserve.config import EngineConfig, ServerConfig
+
+if TYPE_CHECKING:
+    from mlxserve.engine.model_host import ModelHost
+    from mlxserve.store.registry import Registry
+
+logger = logging.getLogger(__name__)
+
+# uvicorn cuts what is left this many seconds after the host has cancelled it: time to write out the last events.
+FLUSH_SECONDS = 5
+
+
+def serve(
+    model: Annotated[
+        list[str] | None, typer.Option("--model", metavar="M", help="Load this model first; may be repeated.")
+    ] = None,
+    host: Host = None,
+    port: Port = None,
+    api_key: Annotated[
+        str | None, typer.Option(metavar="KEY", help="Clients must send it; better: MLXSERVE_API_KEY.")
+    ] = None,
+    allowed_hosts: Annotated[str | None, typer.Option(metavar="H,...", help="More Host headers to accept.")] = None,
+    allowed_origins: Annotated[str | None, typer.Option(metavar="O,...", help="More web origins to accept.")] = None,
+    max_body_bytes: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Largest request.  [32 MiB]")
+    ] = None,
+    max_model_len: Annotated[int | None, typer.Option(metavar="N", help="Context length.  [the model's]")] = None,
+    max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Requests that run at a time.  [32]")] = None,
+    max_queue: Annotated[int | None, typer.Option(metavar="N", help="Requests that wait.  [512]")] = None,
+    max_prefill_tokens: Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens a step.  [2048]")] = None,
+    block_size: Annotated[int | None, typer.Option(metavar="N", help="Tokens a KV block.  [64]")] = None,
+    kv_cache_bytes: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Size of the KV cache.")
+    ] = None,
+    request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
+    shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds to drain.  [30]")] = None,
+    threads: Threads = None,
+    log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
+) -> None:
+    """Start the HTTP server. Example: mlxserve serve --model qwen3-4b --port 8080"""
+    engine_config, server_config = config.load_config(
+        host=host,
+        port=port,
+        api_key=api_key,
+        allowed_hosts=_split(allowed_hosts),
+        allowed_origins=_split(allowed_origins),
+        max_body_bytes=max_body_bytes,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_queue=max_queue,
+        max_prefill_tokens=max_prefill_tokens,
+        block_size=block_size,
+        kv_cache_bytes=kv_cache_bytes,
+        request_timeout=request_timeout,
+        shutdown_timeout=shutdown_timeout,
+        threads=threads,
+        log_level=log_level,
+    )
+    logs.configure(server_config.log_level)
+    if api_key is not None:
+        logger.warning("--api-key can be read in the list of processes; set MLXSERVE_API_KEY instead")
+    if server_config.api_key is None and not addresses.is_loopback(server_config.host):
+        logger.warning(
+            "anybody who reaches %s can use this server: set MLXSERVE_API_KEY to ask for a key", server_config.host
+        )
+    listeners = addresses.listen(server_config.host, server_config.port)
+    asyncio.run(_serve(listeners, model or [], engine_config, server_config))
+
+
+def _split(text: str | None) -> tuple[str, ...] | None:
+    return None if text is None else tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+class Signals:
+    """The first SIGINT or SIGTERM asks for a clean stop, the second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.stop = asyncio.Event()
+
+    def install(self) -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, self._receive, number)
+
+    def _receive(self, number: signal.Signals) -> None:
+        if self.stop.is_set():
+            logger.warning("stopped at once by a second %s", number.name)
+            console.leave(128 + number)
+        self.stop.set()
+
+    async def interrupts(self, task: asyncio.Task[None]) -> bool:
+        """Wait for the task or a signal and tell whether the signal was first. Raises what the task raised."""
+        stopping = asyncio.create_task(self.stop.wait())
+        try:
+            await asyncio.wait({task, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopping.cancel()
+        if task.done():
+            task.result()
+        return not task.done()
+
+
+async def _serve(
+    listeners: list[socket.socket], models: list[str], engine_config: EngineConfig, server_config: ServerConfig
+) -> None:
+    signals = Signals()
+    signals.install()
+    blas.preload(server_config.threads)
+    # Only now: these import mlx, which must find the BLAS already there.
+    import uvicorn
+
+    from mlxserve.api.app import create_app
+    from mlxserve.api.metrics import Metrics
+    from mlxserve.cli.http_server import HttpServer
+    from mlxserve.engine.model_host import ModelHost
+    from mlxserve.store.registry import Registry
+
+    registry = Registry()
+    metrics = Metrics()
+    # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
+    host = ModelHost(engine_config, registry, observer=metrics)
+    try:
+        await host.start()
+        models = [_served_name(registry, name) for name in models]
+        if await signals.interrupts(asyncio.create_task(_load(host, registry, models))):
+            logger.info("stopped while a model was loading")
+            console.leave(0)
+        server = HttpServer(
+            uvicorn.Config(
+                create_app(host, server_config, metrics),
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                headers=[("server", f"mlxserve/{__version__}")],
+                timeout_graceful_shutdown=math.ceil(server_config.shutdown_timeout) + FLUSH_SECONDS,
+            ),
+            on_started=lambda: print(_announcement(host, models, listeners, server_config), flush=True),
+        )
+        serving = asyncio.create_task(server.serve(sockets=listeners))
+        if await signals.interrupts(serving):
+            server.stop()
+            await _drain(host, server_config.shutdown_timeout)
+            await serving
+            logger.info("stopped")
+    finally:
+        await host.close(timeout=0.0)
+
+
+def _served_name(registry: "Registry", name: str) -> str:
+    """The name by which clients ask for a model of --model. A path gets an alias: its last part, without `.gguf`."""
+    from mlxserve.store.model_source import LocalPath
+
+    source = registry.resolve(name, allow_paths=True)
+    if not isinstance(source.location, LocalPath) or source.name in registry.aliases:
+        return source.name
+    alias = source.location.path.name.removesuffix(".gguf").lower()
+    registry.aliases[alias] = dataclasses.replace(source, name=alias)
+    return alias
+
+
+async def _load(host: "ModelHost", registry: "Registry", models: list[str]) -> None:
+    from mlxserve.store import hub
+
+    display = LoadDisplay()
+    for name in models:
+        with display.loading(name):
+            await asyncio.to_thread(hub.ensure_local, registry.resolve(name, allow_paths=False), display.progress)
+            await host.get(name)
+
+
+async def _drain(host: "ModelHost", seconds: float) -> None:
+    num_requests = sum(stats.num_running + stats.num_waiting for stats in host.stats().values())
+    if num_requests:
+        logger.info(
+            "stopping: %d requests are left, they have %g seconds to end; Ctrl-C again stops at once",
+            num_requests,
+            seconds,
+        )
+    await host.close(timeout=seconds)
+
+
+def _announcement(
+    host: "ModelHost", models: list[str], listeners: list[socket.socket], server_config: ServerConfig
+) -> str:
+    url = addresses.client_url(server_config.host, listeners[0].getsockname()[1])
+    loaded = f"serves {', '.join(models)}" if models else "loads models when they are asked for"
+    name = models[0] if models else next((info.name for info in host.models()), "MODEL")
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    key = ' -H "Authorization: Bearer $MLXSERVE_API_KEY"' if server_config.api_key else ""
+    return (
+        f"mlxserve {__version__} at {url} {loaded}. Try:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
+    )

