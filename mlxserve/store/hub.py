@@ -7,6 +7,7 @@ import errno
 import importlib.util
 import io
 import json
+import textwrap
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,8 @@ ALLOW_PATTERNS = [
 ]
 IGNORE_PATTERNS = ["*/*"]
 """Subfolders hold other formats of the same weights."""
+
+MAX_REASON_LENGTH = 200
 
 
 def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, local_files_only: bool = False) -> Path:
@@ -140,8 +143,8 @@ def _download(name: str, location: HubRepo, progress: ProgressCallback | None, l
         raise DownloadError(f"{location.repo} has no revision {location.revision!r} on the hub", model=name) from error
     except LocalEntryNotFoundError as error:
         raise DownloadError(
-            f"{location} is not complete on this machine and the hub cannot be reached; connect to the network (and "
-            "unset HF_HUB_OFFLINE if it is set) and try again",
+            f"{location} is not complete on this machine and the hub cannot be reached ({_reason(error.__cause__)}); "
+            "connect to the network (and unset HF_HUB_OFFLINE if it is set) and try again",
             model=name,
         ) from error
     except Exception as error:  # the hub's client raises those of its HTTP library, which is another in each version
@@ -159,8 +162,12 @@ def _describe_failure(location: HubRepo, error: Exception) -> str:
         return (
             f"the disk is full while downloading {location}; make room or set HF_HOME to a larger disk, then try again"
         )
-    reason = f"{type(error).__name__}: {error}"
-    return f"downloading {location} failed ({reason}); try again, files that are complete are kept"
+    return f"downloading {location} failed ({_reason(error)}); try again, files that are complete are kept"
+
+
+def _reason(error: BaseException | None) -> str:
+    """One line; the hub's client writes several, with request ids."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON_LENGTH, placeholder=" ...")
 
 
 def _progress_bar_class(progress: ProgressCallback | None) -> type:
