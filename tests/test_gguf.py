@@ -130,6 +130,16 @@ def test_extreme_scales(tmp_path):
         read_model(path, quantized=True)
 
 
+@pytest.mark.parametrize("quantized", [False, True])
+def test_scales_that_are_no_numbers_are_refused(tmp_path, quantized):
+    blocks = np.zeros((64, 2, 20), np.uint8)
+    blocks[7, 1, 2:4] = np.frombuffer(np.float16("nan").tobytes(), np.uint8)
+    tensors = {"blk.1.attn_output.weight": (blocks.reshape(64, 40), Q4_1)}
+    path = TinyGguf("llama", Q4_1, tensors=tensors).write(tmp_path / "m.gguf")
+    with pytest.raises(ModelLoadError, match=r"blk.1.attn_output.weight: a scale or minimum is not a finite number"):
+        read_model(path, quantized=quantized)
+
+
 # --- RoPE ---
 
 
@@ -162,8 +172,9 @@ def test_llama3_rope(tmp_path, factor):
     assert not mx.array_equal(scaled, unscaled)
 
 
-def test_foreign_rope_factors_are_refused(tmp_path):
-    tiny = TinyGguf("llama", F32, rope_freqs=np.linspace(1, 8, 8, dtype=np.float32))
+@pytest.mark.parametrize("factors", [np.linspace(1, 8, 8), np.zeros(8), np.full(8, np.nan), np.ones(7)])
+def test_foreign_rope_factors_are_refused(tmp_path, factors):
+    tiny = TinyGguf("llama", F32, rope_freqs=factors.astype(np.float32))
     assert "RoPE factors that are not those of Llama 3" in refusal(tiny.write(tmp_path / "m.gguf"))
 
 

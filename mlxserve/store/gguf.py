@@ -104,17 +104,16 @@ def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> n
     weights: dict[str, mx.array] = {}
     for place, tensor in places.items():
         raw = _unpermuted(tensor, file.read(tensor), config)
-        if quantized and tensor.type in BITS:
-            try:
-                arrays = repack(raw, tensor.type)
-            except OverflowError as error:
-                raise file.unusable(f"tensor {tensor.name}: {error}") from error
-            for name, array in zip(("weight", "scales", "biases"), arrays, strict=True):
-                weights[f"{place.removesuffix('weight')}{name}"] = mx.array(array)
-        else:
-            values = dequantize(raw, tensor.type).reshape(tensor.shape)
-            weights[place] = mx.array(values).astype(dtype)
-            mx.eval(weights[place])
+        try:
+            if quantized and tensor.type in BITS:
+                for name, array in zip(("weight", "scales", "biases"), repack(raw, tensor.type), strict=True):
+                    weights[f"{place.removesuffix('weight')}{name}"] = mx.array(array)
+            else:
+                values = dequantize(raw, tensor.type).reshape(tensor.shape)
+                weights[place] = mx.array(values).astype(dtype)
+                mx.eval(weights[place])
+        except ValueError as error:
+            raise file.unusable(f"tensor {tensor.name}: {error}") from error
     model.load_weights(list(weights.items()))
     model.eval()
     return model
@@ -190,9 +189,10 @@ def _llama3_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         ModelLoadError: they are not Llama 3's.
     """
     tensor, head_dim = file.tensors[_ROPE_FREQS], config["head_dim"]
-    _check_type(file, tensor)
-    divisors = dequantize(file.read(tensor), tensor.type).reshape(-1)
-    factor = float(divisors.max())
+    if tensor.type is not GGMLQuantizationType.F32:
+        raise file.unusable(f"{_ROPE_FREQS} has type {tensor.type.name} instead of F32")
+    divisors = file.read(tensor).view(np.float32).reshape(-1)
+    factor = max(float(divisors.max()), 1.0)
     wavelengths = 2 * math.pi * config["rope_theta"] ** (np.arange(0, head_dim, 2) / head_dim)
     smooth = np.clip((_LLAMA3_CONTEXT / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0.0, 1.0)
     expected = 1.0 / ((1.0 - smooth) / factor + smooth)

@@ -27,7 +27,11 @@ _BLOCKS_A_PIECE = 4096
 
 
 def dequantize(raw: np.ndarray, type_: GGMLQuantizationType) -> np.ndarray:
-    """The values as float32 (rows, columns), bit-equal to `gguf.quants.dequantize`."""
+    """The values as float32 (rows, columns), bit-equal to `gguf.quants.dequantize`.
+
+    Raises:
+        ValueError: a scale or minimum is not a finite number.
+    """
     if type_ is GGMLQuantizationType.F32:
         return raw.view(np.float32)
     if type_ is GGMLQuantizationType.F16:
@@ -65,7 +69,7 @@ def repack(raw: np.ndarray, type_: GGMLQuantizationType) -> tuple[np.ndarray, np
         (rows, columns / 32).
 
     Raises:
-        OverflowError: a bias does not fit into float16.
+        ValueError: a scale or minimum is not a finite number, or a bias does not fit into float16.
     """
     rows = raw.shape[0]
     blocks = raw.reshape(-1, GGML_QUANT_SIZES[type_][1])
@@ -83,12 +87,15 @@ def repack(raw: np.ndarray, type_: GGMLQuantizationType) -> tuple[np.ndarray, np
 
 def _halves(blocks: np.ndarray, start: int) -> np.ndarray:
     """The float16 at byte `start` of every block, (blocks, 1)."""
-    return blocks[:, start : start + 2].copy().view(np.float16)
+    halves = blocks[:, start : start + 2].copy().view(np.float16)
+    if not np.isfinite(halves).all():
+        raise ValueError("a scale or minimum is not a finite number; the file is damaged")
+    return halves
 
 
 def _times(scales: np.ndarray, factor: int) -> np.ndarray:
     """scales * factor, a power of two: exact in float16 unless it overflows."""
     exact = scales.astype(np.float32) * np.float32(factor)
     if not (np.abs(exact) <= np.finfo(np.float16).max).all():
-        raise OverflowError(f"a scale times {abs(factor)} does not fit into float16")
+        raise ValueError(f"a scale times {abs(factor)} does not fit into float16")
     return exact.astype(np.float16)
