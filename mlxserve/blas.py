@@ -177,7 +177,7 @@ def _openblas_info(name: str, handle: ctypes.CDLL, prefix: str, threads: int | N
 def _load_mkl(threads: int | None) -> BlasInfo:
     # pip puts the library into the environment's lib folder, where the loader does not look by itself.
     installed = sorted(Path(sys.prefix, "lib").glob("libmkl_rt.so*"), reverse=True)
-    handle = _open_global("MKL", [*map(str, installed), "libmkl_rt.so.2", "libmkl_rt.so"])
+    handle = _open_global("MKL", [*map(str, installed), "libmkl_rt.so.3", "libmkl_rt.so.2", "libmkl_rt.so"])
     if threads is not None:
         handle.MKL_Set_Num_Threads(ctypes.c_int(threads))
     buffer = ctypes.create_string_buffer(200)
