@@ -47,8 +47,8 @@ class EngineConfig:
     """Tokens a KV block holds: a power of two from 8 to 512."""
     max_num_seqs: int = 32
     """Sequences that run at the same time."""
-    max_prefill_tokens: int = 2048
-    """Prompt tokens a step computes at most."""
+    max_prefill_tokens: int | None = None
+    """Prompt tokens a step computes at most; None: as many as suit the device."""
     max_queue: int = 512
     """Requests that wait at most; more are refused."""
     max_model_len: int | None = None
@@ -67,9 +67,9 @@ class EngineConfig:
             8 <= self.block_size <= 512 and self.block_size & (self.block_size - 1) == 0,
             f"block_size must be a power of two from 8 to 512, not {self.block_size}",
         )
-        for name in ("max_num_seqs", "max_prefill_tokens", "max_queue"):
+        for name in ("max_num_seqs", "max_queue"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_model_len", "kv_cache_bytes", "request_timeout"):
+        for name in ("max_prefill_tokens", "max_model_len", "kv_cache_bytes", "request_timeout"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
         _require(

@@ -53,6 +53,8 @@ class Request:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     """Prompt tokens whose keys and values came from the prefix cache at first admission."""
+    first_scheduled_time: float | None = None
+    """time.monotonic() of the first step that computed some of it."""
     num_preemptions: int = 0
     num_bypassed: int = 0
     """Newer requests that were started while this one waited for cache blocks."""

@@ -30,6 +30,7 @@ MAX_RETRY_AFTER = 60.0
 class _Plan:
     """A step in the making. Requests stand in the order in which they were given their work."""
 
+    now: float
     streams: list[Request] = field(default_factory=list)
     """Requests whose only uncomputed token is the last one they generated."""
     chunk_ends: dict[Request, int] = field(default_factory=dict)
@@ -138,7 +139,7 @@ class Scheduler:
         A step without rows and chunks only carries `released`.
         """
         self._end_expired(now)
-        plan = _Plan()
+        plan = _Plan(now)
         num_preemptions = self._num_preemptions
 
         # Every stream advances in every step. What that costs bounds the prefill beside it.
@@ -286,6 +287,7 @@ class Scheduler:
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
         if request.num_preemptions == 0:
+            request.first_scheduled_time = plan.now
             request.num_cached_tokens = hit.num_tokens
             self._num_prefix_queried_tokens += request.num_tokens
             self._num_prefix_hit_tokens += hit.num_tokens

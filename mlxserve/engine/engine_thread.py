@@ -1,0 +1,263 @@
+"""The one thread that touches MLX, and the two ways across: an inbox in, one delivery per step out.
+
+event loop                                     engine thread
+----------                                     -------------
+submit(), abort(), call()  --- inbox --->      take all messages
+                                               step each engine that has work
+sink(output) for each      <-- call_soon ---   outputs of the step, once per step
+"""
+
+import asyncio
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import TypeVar
+
+from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.step import RequestOutput
+from mlxserve.engine.engine import Engine
+from mlxserve.errors import EngineDead, EngineError, MlxserveError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_FAILURES_IN_A_ROW = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One request's output with the time its step ended (time.monotonic())."""
+
+    output: RequestOutput
+    time: float
+
+
+Sink = Callable[[Computed | MlxserveError], None]
+"""Receives everything that happens to one request, on the event loop; an error or a finish reason is the last."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Submit:
+    handle: "EngineHandle"
+    request: Request
+    sink: Sink
+
+
+@dataclass(frozen=True, slots=True)
+class _Abort:
+    handle: "EngineHandle"
+    request_id: str
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    function: Callable[[], object]
+    future: "Future[object]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Stop:
+    pass
+
+
+class EngineHandle:
+    """One engine on the thread, as the event loop sees it. Written by the engine thread, read by anyone."""
+
+    def __init__(self, name: str, engine: Engine) -> None:
+        self.name = name
+        self.engine = engine
+        self.sinks: dict[str, Sink] = {}
+        self.failures_in_a_row = 0
+        self.death: str | None = None
+        """Why it computes nothing any more; None while it is well."""
+
+
+class EngineThread:
+    """Owns the device. Engines are added to it and take turns, a step each.
+
+    Every submitted request's sink is called until it got a finish reason or an error: also when a step raises
+    (EngineError; the engine is rebuilt), when an engine cannot be rebuilt, and when the thread ends (EngineDead).
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, release_device: Callable[[], None]) -> None:
+        """`release_device` runs last on the thread."""
+        self._loop = loop
+        self._release_device = release_device
+        self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | _Stop] = queue.SimpleQueue()
+        self._handles: list[EngineHandle] = []
+        self._thread = threading.Thread(target=self._run, name="mlxserve-engine", daemon=True)
+        self._closed = threading.Lock()
+        self.death: str | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread after the step it is in and wait for it; requests still there get EngineDead."""
+        self._inbox.put(_Stop())
+        self._thread.join()
+
+    def call(self, function: Callable[[], T]) -> "Future[T]":
+        """Run a function on the engine thread, between steps."""
+        future: Future[T] = Future()
+        self._put(_Call(function, future))  # type: ignore[arg-type]
+        return future
+
+    def add_engine(self, name: str, engine: Engine) -> "Future[EngineHandle]":
+        """Let an engine, made on the thread by call(), take its turns from now on."""
+
+        def add() -> EngineHandle:
+            handle = EngineHandle(name, engine)
+            self._handles.append(handle)
+            return handle
+
+        return self.call(add)
+
+    def submit(self, handle: EngineHandle, request: Request, sink: Sink) -> None:
+        self._put(_Submit(handle, request, sink))
+
+    def abort(self, handle: EngineHandle, request_id: str, reason: FinishReason) -> None:
+        self._put(_Abort(handle, request_id, reason))
+
+    def _put(self, message: _Submit | _Abort | _Call) -> None:
+        # Under the lock a message is either in the inbox before the thread's last look at it, or refused here.
+        with self._closed:
+            if self.death is None:
+                self._inbox.put(message)
+                return
+        self._refuse(message)
+
+    def _run(self) -> None:
+        reason = "the server is stopping"
+        try:
+            while self._take_messages():
+                for handle in self._handles:
+                    if handle.death is None and handle.engine.has_work:
+                        self._step(handle)
+        except BaseException as error:
+            logger.critical("engine thread died", exc_info=True)
+            reason = f"the engine thread died: {type(error).__name__}: {error}"
+        finally:
+            with self._closed:
+                self.death = reason
+            self._end(reason)
+            self._handles.clear()
+            self._release_device()
+
+    def _take_messages(self) -> bool:
+        """Handle every message there is, waiting for one when there is nothing to compute. False: stop."""
+        while True:
+            busy = any(handle.death is None and handle.engine.has_work for handle in self._handles)
+            if not busy and self._inbox.empty():
+                self._check_integrity()
+            try:
+                message = self._inbox.get(block=not busy)
+            except queue.Empty:
+                return True
+            if isinstance(message, _Stop):
+                return False
+            self._handle(message)
+
+    def _handle(self, message: _Submit | _Abort | _Call) -> None:
+        match message:
+            case _Submit(handle, request, sink):
+                if handle.death is not None:
+                    self._refuse(message)
+                    return
+                try:
+                    handle.engine.add(request)
+                except MlxserveError as error:
+                    self._deliver([(sink, error)])
+                else:
+                    handle.sinks[request.request_id] = sink
+            case _Abort(handle, request_id, reason):
+                if handle.death is None:
+                    handle.engine.abort(request_id, reason)
+            case _Call(function, future):
+                if future.set_running_or_notify_cancel():
+                    try:
+                        future.set_result(function())
+                    except BaseException as error:
+                        future.set_exception(error)
+
+    def _step(self, handle: EngineHandle) -> None:
+        try:
+            outputs = handle.engine.step()
+        except Exception as error:
+            self._fail(handle, error)
+            return
+        handle.failures_in_a_row = 0
+        now = time.monotonic()
+        deliveries: list[tuple[Sink, Computed | MlxserveError]] = []
+        for output in outputs:
+            ended = output.finish_reason is not None
+            sink = handle.sinks.pop(output.request_id) if ended else handle.sinks[output.request_id]
+            deliveries.append((sink, Computed(output, now)))
+        self._deliver(deliveries)
+
+    def _check_integrity(self) -> None:
+        for handle in self._handles:
+            if handle.death is None:
+                try:
+                    handle.engine.check_integrity()
+                except Exception as error:
+                    self._fail(handle, error)
+
+    def _fail(self, handle: EngineHandle, error: Exception) -> None:
+        """Tell every request of the engine and rebuild it; an engine that keeps failing is dead."""
+        logger.error("engine of %s failed; rebuilding it", handle.name, exc_info=error)
+        message = f"the engine failed while computing this request: {type(error).__name__}: {error}"
+        handle.failures_in_a_row += 1
+        try:
+            handle.engine.rebuild()
+        except Exception as rebuild_error:
+            handle.death = f"the engine of {handle.name} cannot be rebuilt: {rebuild_error}"
+            logger.critical("%s", handle.death, exc_info=True)
+        if handle.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
+            handle.death = (
+                f"the engine of {handle.name} failed {handle.failures_in_a_row} times in a row; last: {error}"
+            )
+            logger.critical("%s", handle.death)
+        self._tell_all(handle, EngineError(message) if handle.death is None else EngineDead(handle.death))
+
+    def _end(self, reason: str) -> None:
+        for handle in self._handles:
+            self._tell_all(handle, EngineDead(reason))
+        while True:
+            try:
+                message = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            if not isinstance(message, _Stop):
+                self._refuse(message)
+
+    def _refuse(self, message: _Submit | _Abort | _Call) -> None:
+        reason = self.death or (message.handle.death if isinstance(message, _Submit) else None) or "stopped"
+        match message:
+            case _Submit(sink=sink):
+                self._deliver([(sink, EngineDead(reason))])
+            case _Call(future=future):
+                future.set_exception(EngineDead(reason))
+
+    def _tell_all(self, handle: EngineHandle, error: MlxserveError) -> None:
+        sinks, handle.sinks = handle.sinks, {}
+        self._deliver([(sink, error) for sink in sinks.values()])
+
+    def _deliver(self, deliveries: list[tuple[Sink, Computed | MlxserveError]]) -> None:
+        if not deliveries:
+            return
+        try:
+            self._loop.call_soon_threadsafe(_call_sinks, deliveries)
+        except RuntimeError:
+            logger.debug("event loop is closed; %d outputs have no reader", len(deliveries))
+
+
+def _call_sinks(deliveries: list[tuple[Sink, Computed | MlxserveError]]) -> None:
+    for sink, item in deliveries:
+        sink(item)

@@ -1,0 +1,350 @@
+"""From a GenerationRequest to its events: text in, tokens through the engine, text out. Runs on the event loop."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.generation import Finished, GenerationEvent, GenerationRequest, TextDelta, Timings, Usage
+from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.stats import EngineStats, Observer, RequestRecord
+from mlxserve.core.step import SampledToken
+from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
+from mlxserve.engine.timeline import Timeline
+from mlxserve.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    EngineError,
+    MlxserveError,
+    QueueFull,
+    RequestCancelled,
+    RequestTimeout,
+)
+from mlxserve.text.chat_template import encode_prompt
+from mlxserve.text.detokenizer import IncrementalDetokenizer
+from mlxserve.text.stop_strings import StopStringMatcher
+from mlxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is known of a loaded model beside its weights."""
+
+    name: str
+    context_length: int
+    """Tokens a sequence may have: the model's own length, or less where settings or memory say so."""
+    architecture: str
+    num_parameters: int
+    quantization: str
+    default_sampling: dict[str, float | int]
+    load_seconds: float
+    created: int
+    """Unix time of the load."""
+
+
+class ServedModel:
+    """A loaded model as the dialects see it."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        tokenizer: Tokenizer,
+        *,
+        thread: EngineThread,
+        handle: EngineHandle,
+        config: EngineConfig,
+        executor: Executor,
+        observer: Observer | None,
+    ) -> None:
+        self.description = description
+        self.tokenizer = tokenizer
+        self._thread = thread
+        self._handle = handle
+        self._config = config
+        self._executor = executor
+        self._observer = observer
+        self._in_flight: dict[str, Generation] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._mean_duration = 1.0
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def context_length(self) -> int:
+        return self.description.context_length
+
+    @property
+    def default_sampling(self) -> dict[str, float | int]:
+        return self.description.default_sampling
+
+    @property
+    def death(self) -> str | None:
+        """Why this model computes nothing any more; None while it is well."""
+        return self._handle.death or self._thread.death
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    def stats(self) -> EngineStats:
+        return self._handle.engine.stats()
+
+    async def generate(self, request: GenerationRequest) -> "Generation":
+        """Template, tokenise and queue a request.
+
+        Raises:
+            InvalidParameter: the prompt cannot be rendered or tokenised.
+            ContextLengthExceeded: the prompt leaves no room for an answer.
+            QueueFull: too many requests are waiting already.
+            EngineDead: the engine computes nothing any more.
+        """
+        timeline = Timeline()
+        try:
+            return await self._admit(request, timeline)
+        except MlxserveError as error:
+            self._record(request.request_id, type(error).__name__, Usage(0, 0, 0), timeline.timings())
+            raise
+        except asyncio.CancelledError:
+            self._record(request.request_id, FinishReason.CANCELLED.value, Usage(0, 0, 0), timeline.timings())
+            raise
+
+    async def _admit(self, request: GenerationRequest, timeline: Timeline) -> "Generation":
+        if self.death is not None:
+            raise EngineDead(self.death)
+        # Counted before the await as well: a burst must not tokenise a thousand prompts to refuse them afterwards.
+        self._check_queue()
+        loop = asyncio.get_running_loop()
+        prompt_ids = await loop.run_in_executor(
+            self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
+        )
+        num_prompt_tokens = len(prompt_ids)
+        if num_prompt_tokens >= self.context_length:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer within the context "
+                f"length of {self.context_length} tokens; shorten it",
+                num_tokens=num_prompt_tokens,
+                limit=self.context_length,
+            )
+        self._check_queue()
+        max_tokens = request.sampling.max_tokens or self.context_length
+        timeout = request.timeout if request.timeout is not None else self._config.request_timeout
+        engine_request = Request(
+            request_id=request.request_id,
+            prompt_token_ids=prompt_ids,
+            sampling=request.sampling,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            seed=request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64),
+            max_total_tokens=min(self.context_length, num_prompt_tokens + max_tokens),
+            arrival_time=timeline.received,
+            deadline=None if timeout is None else timeline.received + timeout,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+        )
+        generation = Generation(
+            engine_request,
+            stop=request.stop,
+            detokenizer=IncrementalDetokenizer(self.tokenizer),
+            timeline=timeline,
+            abort=lambda reason: self._thread.abort(self._handle, request.request_id, reason),
+            on_token_interval=self._observe_interval,
+            on_end=self._ended,
+        )
+        self._in_flight[request.request_id] = generation
+        self._idle.clear()
+        timeline.tokenised = time.monotonic()
+        self._thread.submit(self._handle, engine_request, generation.receive)
+        return generation
+
+    async def drain(self, timeout: float) -> None:
+        """Wait for running requests to end; cancel what is left after `timeout` seconds."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning(
+                "%s: cancelling %d requests that did not finish in %g s", self.name, self.num_in_flight, timeout
+            )
+        for generation in list(self._in_flight.values()):
+            generation.cancel("the server is stopping")
+
+    def _check_queue(self) -> None:
+        bound = self._config.max_queue + self._config.max_num_seqs
+        if len(self._in_flight) >= bound:
+            raise QueueFull(
+                f"{len(self._in_flight)} requests are running or waiting, the most this server takes; try again later",
+                retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
+            )
+
+    def _observe_interval(self, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.inter_token_latency(self.name, seconds)
+
+    def _ended(self, generation: "Generation", outcome: str, usage: Usage, timings: Timings) -> None:
+        del self._in_flight[generation.request_id]
+        if not self._in_flight:
+            self._idle.set()
+        self._mean_duration += 0.1 * (timings.total - self._mean_duration)
+        self._record(generation.request_id, outcome, usage, timings)
+
+    def _record(self, request_id: str, outcome: str, usage: Usage, timings: Timings) -> None:
+        rate = usage.num_generated_tokens - 1
+        logger.info(
+            "request id=%s model=%s prompt_tokens=%d cached_tokens=%d generated_tokens=%d ttft=%.3fs tokens_per_s=%.1f "
+            "finish=%s",
+            request_id,
+            self.name,
+            usage.num_prompt_tokens,
+            usage.num_cached_tokens,
+            usage.num_generated_tokens,
+            timings.time_to_first_token,
+            rate / timings.decode if rate > 0 and timings.decode > 0 else 0.0,
+            outcome,
+        )
+        if self._observer is not None:
+            self._observer.request_finished(RequestRecord(request_id, self.name, outcome, usage, timings))
+
+
+class Generation:
+    """The events of one accepted request: TextDelta ... Finished, or an error raised in their place.
+
+    Raises from iteration:
+        RequestTimeout: its deadline passed.
+        RequestCancelled: the server is stopping, or cancel() was called while somebody iterates.
+        EngineError, EngineDead: computing it failed.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        stop: tuple[str, ...],
+        detokenizer: IncrementalDetokenizer,
+        timeline: Timeline,
+        abort: Callable[[FinishReason], None],
+        on_token_interval: Callable[[float], None],
+        on_end: Callable[["Generation", str, Usage, Timings], None],
+    ) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = request.num_prompt_tokens
+        self._request = request
+        self._detokenizer = detokenizer
+        self._stop_strings = StopStringMatcher(stop)
+        self._timeline = timeline
+        self._abort = abort
+        self._on_token_interval = on_token_interval
+        self._on_end = on_end
+        self._arrivals: asyncio.Queue[Computed | MlxserveError] = asyncio.Queue()
+        self._ready: deque[GenerationEvent | MlxserveError] = deque()
+        self._num_cached_tokens = 0
+        self._num_generated_tokens = 0
+        self._ended = False
+
+    def receive(self, item: Computed | MlxserveError) -> None:
+        """Take what the engine did to this request. The engine thread's deliveries call this on the event loop."""
+        if self._ended:
+            return
+        if isinstance(item, Computed) and item.output.token is not None:
+            timeline = self._timeline
+            if timeline.first_token is None:
+                timeline.first_token = item.time
+                timeline.scheduled = self._request.first_scheduled_time
+            elif timeline.last_token is not None:
+                self._on_token_interval(item.time - timeline.last_token)
+            timeline.last_token = item.time
+        self._arrivals.put_nowait(item)
+
+    def cancel(self, why: str = "the client went away") -> None:
+        """Stop computing it and free its blocks in the next step. Without effect once it ended."""
+        if not self._ended:
+            self._abort(FinishReason.CANCELLED)
+            self._ready.clear()
+            self._end(FinishReason.CANCELLED.value, RequestCancelled(f"the request was cancelled: {why}"))
+            # Somebody may be waiting for an arrival; what wakes it up is never looked at.
+            self._arrivals.put_nowait(RequestCancelled(why))
+
+    def __aiter__(self) -> "Generation":
+        return self
+
+    async def __anext__(self) -> GenerationEvent:
+        while not self._ready:
+            if self._ended:
+                raise StopAsyncIteration
+            arrivals = [await self._arrivals.get()]
+            # A reader that was slow gets everything since in one delta.
+            while not self._arrivals.empty():
+                arrivals.append(self._arrivals.get_nowait())
+            if not self._ended:
+                self._process(arrivals)
+        event = self._ready.popleft()
+        if isinstance(event, MlxserveError):
+            raise event
+        return event
+
+    def _process(self, arrivals: list[Computed | MlxserveError]) -> None:
+        """Turn arrivals into at most one TextDelta, and Finished or an error when they end the request."""
+        text: list[str] = []
+        tokens: list[SampledToken] = []
+        for item in arrivals:
+            if isinstance(item, MlxserveError):
+                self._emit(text, tokens)
+                self._end(type(item).__name__, item)
+                return
+            output = item.output
+            self._num_cached_tokens = output.num_cached_tokens
+            if output.token is not None:
+                self._num_generated_tokens += 1
+                tokens.append(output.token)
+                # The token that ended the answer (end of sequence, stop token) is counted but is not part of its text.
+                if output.finish_reason is not FinishReason.STOP:
+                    text.append(self._stop_strings.push(self._detokenizer.add(output.token.token_id)))
+            reason = output.finish_reason
+            if reason is not None and self._stop_strings.matched is None:
+                text.append(self._stop_strings.push(self._detokenizer.finish()))
+                text.append(self._stop_strings.flush())
+            if self._stop_strings.matched is not None:
+                if reason is None:
+                    self._abort(FinishReason.STOP)
+                reason = FinishReason.STOP
+            if reason is not None:
+                self._emit(text, tokens)
+                self._finish(reason)
+                return
+        self._emit(text, tokens)
+
+    def _emit(self, text: list[str], tokens: list[SampledToken]) -> None:
+        if tokens or any(text):
+            if self._timeline.first_delivery is None:
+                self._timeline.first_delivery = time.monotonic()
+            self._ready.append(TextDelta("".join(text), tuple(tokens)))
+
+    def _finish(self, reason: FinishReason) -> None:
+        match reason:
+            case FinishReason.STOP | FinishReason.LENGTH:
+                self._end(reason.value, reason)
+            case FinishReason.TIMEOUT:
+                self._end(reason.value, RequestTimeout("the request did not finish before its deadline"))
+            case FinishReason.CANCELLED:
+                self._end(reason.value, RequestCancelled("the request was cancelled"))
+            case FinishReason.ERROR:
+                self._end(reason.value, EngineError("the engine failed while computing this request"))
+
+    def _end(self, outcome: str, last: FinishReason | MlxserveError) -> None:
+        self._ended = True
+        self._timeline.finished = time.monotonic()
+        usage = Usage(self.num_prompt_tokens, self._num_cached_tokens, self._num_generated_tokens)
+        timings = self._timeline.timings()
+        if isinstance(last, FinishReason):
+            self._ready.append(Finished(last, self._stop_strings.matched, usage, timings))
+        else:
+            self._ready.append(last)
+        self._on_end(self, outcome, usage, timings)

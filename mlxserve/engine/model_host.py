@@ -1,0 +1,212 @@
+"""The models of this process: found by name, loaded once, served until the host closes."""
+
+import asyncio
+import logging
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.stats import EngineStats, Observer
+from mlxserve.engine import build
+from mlxserve.engine.engine_thread import EngineThread
+from mlxserve.engine.generation import ModelDescription, ServedModel
+from mlxserve.errors import DownloadError, EngineDead, ModelNotFound
+from mlxserve.runner import device
+from mlxserve.runner.device import Device
+from mlxserve.store import hub, loader
+from mlxserve.store.model_source import HubRepo, ModelSource
+from mlxserve.store.registry import Registry
+from mlxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+TEXT_THREADS = 4
+"""Templates and tokenizers share the interpreter; more threads than this only take turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """One line of a list of models."""
+
+    name: str
+    created: int
+    """Unix time."""
+    context_length: int | None
+    loaded: bool
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
+class HealthStatus:
+    ok: bool
+    detail: str
+
+
+class ModelHost:
+    """Loads models on first use and keeps them.
+
+    Its methods belong to the event loop that start() ran on. Weights are read on the engine thread, downloads and
+    everything about text run on worker threads.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        registry: Registry,
+        *,
+        observer: Observer | None = None,
+        allow_paths: bool = False,
+        allow_downloads: bool = False,
+        progress: hub.ProgressCallback | None = None,
+    ) -> None:
+        """`allow_paths`: names may be paths of this machine (the command line; never over HTTP).
+        `allow_downloads`: a hub model that is not here is fetched, telling `progress`."""
+        self._config = config
+        self._registry = registry
+        self._observer = observer
+        self._allow_paths = allow_paths
+        self._allow_downloads = allow_downloads
+        self._progress = progress
+        self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="mlxserve-text")
+        self._models: dict[ModelSource, asyncio.Task[ServedModel]] = {}
+        self._thread: EngineThread | None = None
+        self._device: Device | None = None
+
+    async def start(self) -> None:
+        """Start the engine thread."""
+        self._thread = EngineThread(asyncio.get_running_loop(), device.release)
+        self._thread.start()
+        self._device = await asyncio.wrap_future(self._thread.call(build.configure_device))
+
+    async def get(self, name: str) -> ServedModel:
+        """The model of that name, loaded if it is not yet; who asks meanwhile waits for the same load.
+
+        Raises:
+            ModelNotFound: no model goes by this name, or it is not on this machine and must not be fetched.
+            DownloadError, ModelLoadError: it cannot be had; the next call tries again.
+            EngineDead: the host is closed.
+        """
+        source = self._registry.resolve(name, allow_paths=self._allow_paths)
+        task = self._models.get(source)
+        if task is not None and task.done() and (task.exception() is not None or task.result().death is not None):
+            del self._models[source]
+            task = None
+        if task is None:
+            task = asyncio.create_task(self._load(source))
+            self._models[source] = task
+        # Shielded: one client that goes away must not stop the load for the others.
+        return await asyncio.shield(task)
+
+    def models(self) -> list[ModelInfo]:
+        """The loaded models, then those that could be loaded without a download."""
+        infos = [
+            ModelInfo(
+                model.name, model.description.created, model.context_length, loaded=True, description=source.description
+            )
+            for source, model in self._loaded()
+        ]
+        names = {info.name for info in infos}
+        for card in self._registry.available():
+            if card.name not in names:
+                created = int(card.path.stat().st_mtime)
+                source = card.source
+                infos.append(
+                    ModelInfo(source.name, created, source.context_length, loaded=False, description=source.description)
+                )
+        return infos
+
+    def health(self) -> HealthStatus:
+        """Red from the moment an engine cannot compute until its model is loaded again."""
+        if self._thread is None or self._thread.death is not None:
+            return HealthStatus(False, self._thread.death or "not started" if self._thread else "not started")
+        for _, model in self._loaded():
+            if model.death is not None:
+                return HealthStatus(False, model.death)
+        return HealthStatus(True, "ok")
+
+    def stats(self) -> dict[str, EngineStats]:
+        """Of each loaded model, by name."""
+        return {model.name: model.stats() for _, model in self._loaded()}
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that were accepted and have not ended."""
+        return sum(model.num_in_flight for _, model in self._loaded())
+
+    async def close(self, timeout: float) -> None:
+        """Let running requests finish for up to `timeout` seconds, cancel the rest, end the engine thread."""
+        await asyncio.gather(*(model.drain(timeout) for _, model in self._loaded()))
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(None, self._thread.stop)
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    def _loaded(self) -> list[tuple[ModelSource, ServedModel]]:
+        return [
+            (source, task.result())
+            for source, task in self._models.items()
+            if task.done() and not task.cancelled() and task.exception() is None
+        ]
+
+    async def _load(self, source: ModelSource) -> ServedModel:
+        thread, found = self._thread, self._device
+        if thread is None or found is None:
+            raise EngineDead("the model host is not started")
+        started = time.monotonic()
+        loop = asyncio.get_running_loop()
+        path = await loop.run_in_executor(None, self._locate, source)
+        loaded = await asyncio.wrap_future(
+            thread.call(lambda: loader.load(path, name=source.name, dtype_policy=found.dtype_policy))
+        )
+        tokenizer = await loop.run_in_executor(self._executor, Tokenizer, loaded.tokenizer, loaded.eos_token_ids)
+        context_length = self._context_length(source, loaded.context_length)
+        built = await asyncio.wrap_future(
+            thread.call(lambda: build.build_engine(loaded, self._config, found, context_length))
+        )
+        handle = await asyncio.wrap_future(thread.add_engine(source.name, built.engine))
+        load_seconds = time.monotonic() - started
+        logger.info(
+            "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %.2f GB)",
+            source.name,
+            source.location,
+            load_seconds,
+            loaded.architecture,
+            loaded.num_parameters / 1e6,
+            loaded.quantization,
+            loaded.weight_bytes / 1e9,
+        )
+        description = ModelDescription(
+            name=source.name,
+            context_length=built.context_length,
+            architecture=loaded.architecture,
+            num_parameters=loaded.num_parameters,
+            quantization=loaded.quantization,
+            default_sampling=dict(source.sampling),
+            load_seconds=load_seconds,
+            created=int(time.time()),
+        )
+        return ServedModel(
+            description,
+            tokenizer,
+            thread=thread,
+            handle=handle,
+            config=self._config,
+            executor=self._executor,
+            observer=self._observer,
+        )
+
+    def _locate(self, source: ModelSource) -> Path:
+        if not self._allow_downloads and isinstance(source.location, HubRepo):
+            try:
+                return hub.ensure_local(source, local_files_only=True)
+            except DownloadError as error:
+                raise ModelNotFound(str(error), model=source.name) from error
+        return hub.ensure_local(source, self._progress)
+
+    def _context_length(self, source: ModelSource, own: int) -> int:
+        """The shortest of what the model can do, what its entry says, and what the settings allow."""
+        limits = (own, source.context_length, self._config.max_model_len)
+        if self._config.max_model_len is not None and self._config.max_model_len > own:
+            logger.warning("%s has a context of %d tokens; max_model_len is more and has no effect", source.name, own)
+        return min(limit for limit in limits if limit is not None)

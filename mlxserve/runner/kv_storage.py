@@ -1,0 +1,103 @@
+"""The arrays behind the block ids: a pool of keys and a pool of values for each layer.
+
+MLX arrays are values. Writing into a pool happens in place only while nothing else refers to it: a second Python
+reference, or a reader that is not evaluated yet, makes every write copy the whole pool. So a forward pass takes the
+pools out of the storage, and puts the new ones back before it evaluates them; nobody else keeps one.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from mlxserve.core.step import BlockCopy
+from mlxserve.errors import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What one layer keeps of one position."""
+
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: mx.Dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+
+
+Pools = tuple[list[mx.array], list[mx.array]]
+"""Keys (num_blocks, num_kv_heads, block_size, key_dim) of each layer, and values likewise."""
+
+
+class KVStorage:
+    """Pools of all layers of one group. Block 0 is scratch: what padding writes there is never read."""
+
+    def __init__(self, layers: Sequence[LayerShape], block_size: int) -> None:
+        self._layers = tuple(layers)
+        self.block_size = block_size
+        self._num_blocks = 0
+        self._pools: Pools | None = None
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.block_size * sum(layer.bytes_per_token for layer in self._layers)
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self._num_blocks = 0
+        self._pools = None
+
+    def grow(self, num_blocks: int) -> None:
+        """Have at least this many blocks. One pool at a time is copied, so that no more than one is there twice."""
+        if num_blocks <= self._num_blocks:
+            return
+        keys, values = self.take() if self._num_blocks else ([], [])
+        for pools, dims in ((keys, "key_dim"), (values, "value_dim")):
+            for index, layer in enumerate(self._layers):
+                shape = (num_blocks - self._num_blocks, layer.num_kv_heads, self.block_size, getattr(layer, dims))
+                added = mx.zeros(shape, dtype=layer.dtype)
+                if self._num_blocks:
+                    pools[index] = mx.concatenate([pools[index], added])
+                else:
+                    pools.append(added)
+                mx.eval(pools[index])
+        self._num_blocks = num_blocks
+        self.put((keys, values))
+
+    def take(self) -> Pools:
+        """The pools, for one forward pass; until put() the storage has none.
+
+        Raises:
+            EngineError: a pass before this one took them and failed.
+        """
+        if self._pools is None:
+            raise EngineError("the KV cache was lost in a step that failed")
+        pools, self._pools = self._pools, None
+        return pools
+
+    def put(self, pools: Pools) -> None:
+        """What a forward pass made of the pools it took."""
+        self._pools = pools
+
+    def arrays(self) -> Pools:
+        """For mx.eval only; a reference that outlives the call makes the next write a copy."""
+        if self._pools is None:
+            raise EngineError("the KV cache was lost in a step that failed")
+        return self._pools
+
+    def copy(self, copies: Iterable[BlockCopy]) -> None:
+        """Copy the first positions of blocks into other blocks."""
+        keys, values = self.take()
+        for copy in copies:
+            for pools in (keys, values):
+                for pool in pools:
+                    pool[copy.target, :, : copy.num_tokens] = pool[copy.source, :, : copy.num_tokens]
+        self.put((keys, values))
+        mx.eval(self.arrays())

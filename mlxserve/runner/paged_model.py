@@ -1,0 +1,232 @@
+"""mlx-lm's model files, unmodified, on the block cache.
+
+A model of mlx-lm takes one cache object a layer, calls its `update_and_fetch`, and passes it on to
+`scaled_dot_product_attention`. Ours is a LayerView, and that one function is routed: a LayerView attends over the
+pools, any other cache goes to mlx-lm as before.
+
+Every token of a pass is a batch row of length 1. So each has a rotary offset of its own, and one pass can hold tokens
+of any sequences at any positions; projections and MLP see the same matrix product as for one long row.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from mlxserve.core.step import BlockTable
+from mlxserve.runner.attention import decode, prefill
+from mlxserve.runner.attention.decode import DecodeInputs, PairInputs, ShiftedExp
+from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
+from mlxserve.runner.kv_storage import KVStorage, LayerShape
+
+ATTENTION_FUNCTION = "scaled_dot_product_attention"
+
+
+class UnsupportedByBlockCache(Exception):
+    """The model does something with its cache that the block cache does not do; the message says what."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kernels:
+    """The device's choice of the inner functions of attention."""
+
+    shifted_exp: ShiftedExp
+    chunk_attention: ChunkAttention
+
+
+class _Pass:
+    """What all layers share while one forward pass is built."""
+
+    def __init__(
+        self,
+        positions: mx.array,
+        blocks: mx.array,
+        block_size: int,
+        *,
+        pairs: PairInputs | None = None,
+        chunks: Sequence[ChunkInputs] = (),
+    ) -> None:
+        self.positions = positions
+        self.blocks = blocks
+        self.slots = positions % block_size
+        self.pairs = pairs
+        self.chunks = chunks
+
+
+@dataclass(slots=True)
+class _Bound:
+    """What a LayerView works on while one forward pass is built."""
+
+    keys: mx.array
+    values: mx.array
+    current: _Pass
+
+
+class LayerView:
+    """One layer's cache as mlx-lm's attention sees it. It holds pools only between bind() and unbind()."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._kernels = kernels
+        self._bound: _Bound | None = None
+
+    def bind(self, keys: mx.array, values: mx.array, current: _Pass) -> None:
+        self._bound = _Bound(keys, values, current)
+
+    def unbind(self) -> tuple[mx.array, mx.array]:
+        """The pools after the pass. The view keeps no reference: it would make the next write a copy."""
+        bound, self._bound = self._required, None
+        return bound.keys, bound.values
+
+    @property
+    def _required(self) -> _Bound:
+        if self._bound is None:
+            raise UnsupportedByBlockCache("it uses its cache outside of a forward pass")
+        return self._bound
+
+    @property
+    def offset(self) -> mx.array:
+        """Rotary offset of each batch row."""
+        return self._required.current.positions
+
+    def make_mask(self, num_tokens: int, return_array: bool = False, window_size: int | None = None) -> None:
+        """No mask: attend() knows which positions count."""
+        if window_size is not None:
+            raise UnsupportedByBlockCache("it attends to a sliding window")
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Write (tokens, Hkv, 1, D) keys and values to their blocks."""
+        bound = self._required
+        if keys.shape[2] != 1:
+            raise UnsupportedByBlockCache("its attention folds tokens together")
+        blocks, slots = bound.current.blocks, bound.current.slots
+        bound.keys[blocks, :, slots] = keys[:, :, 0].astype(bound.keys.dtype)
+        bound.values[blocks, :, slots] = values[:, :, 0].astype(bound.values.dtype)
+        return keys, values
+
+    def attend(self, queries: mx.array, scale: float, mask: object, sinks: object) -> mx.array:
+        """queries (tokens, Hq, 1, Dk) -> (tokens, Hq, 1, Dv)."""
+        if mask is not None or sinks is not None:
+            raise UnsupportedByBlockCache("its attention has a mask of its own or sinks")
+        bound, kernels = self._required, self._kernels
+        pools, current, queries = (bound.keys, bound.values), bound.current, queries[:, :, 0]
+        if current.pairs is not None:
+            return decode.attend(queries, *pools, current.pairs, scale, kernels.shifted_exp)[:, :, None]
+        outputs = [
+            prefill.attend(
+                queries[chunk.first : chunk.first + chunk.num_tokens], *pools, chunk, scale, kernels.chunk_attention
+            )
+            for chunk in current.chunks
+        ]
+        return mx.concatenate(outputs)[:, :, None]
+
+
+class PagedModel:
+    """A model of mlx-lm over a KVStorage. Both passes leave arrays unevaluated: evaluate them with storage.arrays()."""
+
+    def __init__(self, model: nn.Module, shapes: Sequence[LayerShape], block_size: int, kernels: Kernels) -> None:
+        self.storage = KVStorage(shapes, block_size)
+        self._model = model
+        self._num_kv_heads = shapes[0].num_kv_heads
+        self._views = [LayerView(kernels) for _ in shapes]
+        self._compiled_decode = mx.compile(self._decode)
+        route_attention(model)
+
+    def decode(self, token_ids: Sequence[int], starts: Sequence[int], tables: Sequence[BlockTable]) -> mx.array:
+        """One token of each sequence at position starts[i]. Returns logits, (rows, vocabulary), unevaluated."""
+        num_rows = len(token_ids)
+        padding = [0] * (row_bucket(num_rows) - num_rows)
+        block_size = self.storage.block_size
+        blocks = [table[start // block_size] for start, table in zip(starts, tables, strict=True)]
+        logits, keys, values = self._compiled_decode(
+            mx.array([*token_ids, *padding]),
+            mx.array([*starts, *padding]),
+            mx.array([*blocks, *padding]),
+            tuple(DecodeInputs.build(starts, tables, block_size, num_rows + len(padding))),
+            *self.storage.take(),
+        )
+        self.storage.put((keys, values))
+        return logits[:num_rows]
+
+    def prefill(self, chunks: Sequence[tuple[Sequence[int], int, BlockTable]]) -> None:
+        """Keys and values of (token ids, start, block table) chunks of different sequences, in one pass."""
+        block_size = self.storage.block_size
+        token_ids: list[int] = []
+        positions: list[int] = []
+        blocks: list[int] = []
+        inputs: list[ChunkInputs] = []
+        for chunk_ids, start, table in chunks:
+            inputs.append(ChunkInputs.build(len(token_ids), len(chunk_ids), start, table, block_size))
+            token_ids.extend(chunk_ids)
+            chunk_positions = range(start, start + len(chunk_ids))
+            positions.extend(chunk_positions)
+            blocks.extend(table[position // block_size] for position in chunk_positions)
+        current = _Pass(mx.array(positions), mx.array(blocks), block_size, chunks=inputs)
+        # Nobody evaluates the logits, so MLX never computes them.
+        _, keys, values = self._forward(mx.array(token_ids), current, *self.storage.take())
+        self.storage.put((keys, values))
+
+    def _decode(
+        self,
+        token_ids: mx.array,
+        positions: mx.array,
+        blocks: mx.array,
+        inputs: tuple[mx.array, ...],
+        keys: list[mx.array],
+        values: list[mx.array],
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        block_size = self.storage.block_size
+        pairs = decode.derive(DecodeInputs(*inputs), positions, self._num_kv_heads, block_size)
+        return self._forward(token_ids, _Pass(positions, blocks, block_size, pairs=pairs), keys, values)
+
+    def _forward(
+        self, token_ids: mx.array, current: _Pass, keys: list[mx.array], values: list[mx.array]
+    ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
+        """Run the model on (tokens,) ids; returns (tokens, vocabulary) logits and the pools after the pass."""
+        for view, layer_keys, layer_values in zip(self._views, keys, values, strict=True):
+            view.bind(layer_keys, layer_values, current)
+        try:
+            logits = self._model(token_ids[:, None], cache=self._views)[:, 0]
+        finally:
+            pools = [view.unbind() for view in self._views]
+        return logits, [keys for keys, _ in pools], [values for _, values in pools]
+
+
+def route_attention(model: nn.Module) -> None:
+    """Let the modules that define a model's layers send LayerViews to attend(). Other caches are not affected."""
+    for name in {type(module).__module__ for module in model.modules()}:
+        module = sys.modules[name]
+        stock = getattr(module, ATTENTION_FUNCTION, None)
+        if stock is not None and not hasattr(stock, "routes_layer_views"):
+            setattr(module, ATTENTION_FUNCTION, _routed(stock))
+
+
+def _routed(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
+    def scaled_dot_product_attention(
+        queries: mx.array,
+        keys: mx.array,
+        values: mx.array,
+        cache: Any,
+        scale: float,
+        mask: Any,
+        sinks: Any = None,
+        **kwargs: Any,
+    ) -> mx.array:
+        if isinstance(cache, LayerView):
+            if kwargs:
+                raise UnsupportedByBlockCache(f"its attention passes {', '.join(kwargs)}")
+            return cache.attend(queries, scale, mask, sinks)
+        return stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs)
+
+    scaled_dot_product_attention.routes_layer_views = True  # type: ignore[attr-defined]
+    return scaled_dot_product_attention
+
+
+def row_bucket(num_rows: int) -> int:
+    """`num_rows` rounded up so that the compiled step is traced for few batch sizes."""
+    if num_rows <= 4:
+        return num_rows
+    step = 1 << (num_rows.bit_length() - 2)
+    return -(-num_rows // step) * step
