@@ -9,12 +9,14 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeHost, serve
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 
 from mlxserve import errors
 from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.errors import error_object, error_response
+from mlxserve.api.openai.schema import CompletionRequest
 from mlxserve.config import ServerConfig
 
 MAX_BODY_BYTES = 11_000_000
@@ -375,3 +377,11 @@ def test_unexpected_error_in_an_endpoint(host: FakeHost, http: httpx.Client, cap
     assert "secret" not in response.text
     assert "ZeroDivisionError: secret detail" in caplog.text
     assert response.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize("items", [[True], ["a", True], [[True]], [1, True]])
+def test_a_long_list_of_wrong_items_is_one_error(items: list[Any]) -> None:
+    """Or a body of some megabytes becomes gigabytes of error messages."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"model": "fake", "prompt": items[:1] + items[-1:] * 200})
+    assert caught.value.error_count() == 1

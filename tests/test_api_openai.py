@@ -3,9 +3,7 @@
 import asyncio
 import json
 import logging
-import signal
-import socket
-import time
+import math
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,16 +11,17 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHost, Gate, Script, run_server, serve, wait_until
+from fake_engine import ByteTokenizer, FakeHost, Gate, Script, serve, wait_until
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from mlxserve.api import sse
 from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics
+from mlxserve.api.openai.reply import CompletionReply
 from mlxserve.config import ServerConfig
-from mlxserve.core.generation import TextPrompt, TokenPrompt
+from mlxserve.core.generation import TextDelta, TextPrompt, TokenPrompt
 from mlxserve.core.sampling_params import SamplingParams
+from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.errors import EngineError, QueueFull, RequestTimeout
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -417,6 +416,17 @@ class TestCompletions:
         assert offsets == [[0], [1, 1], [2]]
         assert complete(http, logprobs=0).json()["choices"][0]["logprobs"]["top_logprobs"] is None
 
+    def test_logprobs_of_a_delta_of_several_tokens(self) -> None:
+        """What a reader gets that was slow for a moment: `é` is two tokens, and one is as good as impossible."""
+        impossible = TokenLogprobs(-math.inf, ((98, -math.inf),))
+        tokens = (SampledToken(97), SampledToken(0xC3), SampledToken(0xA9), SampledToken(98, impossible))
+        reply = CompletionReply(ByteTokenizer().token_bytes, num_logprobs=1, num_choices=1)
+        choice = reply.delta(0, TextDelta("aéb", tokens))
+        assert choice is not None
+        assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
+        assert choice["logprobs"]["token_logprobs"][-1] == -9999.0
+        assert choice["logprobs"]["top_logprobs"][-1] == {"b": -9999.0}
+
 
 class TestFailures:
     def test_refused_before_the_stream_is_a_status(self, host: FakeHost, client: openai.OpenAI) -> None:
@@ -468,117 +478,8 @@ class TestFailures:
         assert events(chat(http, stream=True))[-1]["error"]["code"] == "engine_error"
 
 
-class Caller:
-    """A client on a bare socket, which can go away at any moment or stop reading."""
-
-    def __init__(self, address: str, path: str = "/v1/chat/completions", **fields: Any) -> None:
-        host, _, port = address.removeprefix("http://").partition(":")
-        self.socket = socket.socket()
-        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.socket.settimeout(10)
-        self.socket.connect((host, int(port)))
-        body = json.dumps({"model": "fake", "messages": HELLO, **fields})
-        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        self.socket.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
-
-    def __enter__(self) -> "Caller":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-
-class TestDisconnect:
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_while_loading(self, host: FakeHost, address: str, stream: bool) -> None:
-        host.script.load = gate = Gate()
-        with Caller(address, stream=stream):
-            wait_until(lambda: gate.num_waiting)
-        wait_until(lambda: host.abandoned == ["fake"])
-        assert host.requests == []
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_while_tokenising(self, host: FakeHost, address: str, stream: bool) -> None:
-        host.script.tokenise = gate = Gate()
-        with Caller(address, stream=stream):
-            wait_until(lambda: gate.num_waiting)
-        wait_until(lambda: host.abandoned == [host.requests[0].request_id])
-
-    @pytest.mark.parametrize("stream", [False, True])
-    def test_before_the_first_token(self, host: FakeHost, address: str, stream: bool) -> None:
-        host.script.first_token = gate = Gate()
-        with Caller(address, stream=stream):
-            wait_until(lambda: gate.num_waiting)
-        wait_until(lambda: host.cancelled == [host.requests[0].request_id])
-
-    def test_in_the_stream(self, host: FakeHost, address: str) -> None:
-        host.script.endless = True
-        with Caller(address, stream=True) as caller:
-            received = b""
-            while b'"content":"H"' not in received:
-                received += caller.socket.recv(4096)
-        wait_until(lambda: host.cancelled == [host.requests[0].request_id])
-
-    def test_with_several_prompts(self, host: FakeHost, address: str) -> None:
-        host.script.first_token = gate = Gate()
-        host.script.endless = True
-        body = {"model": "fake", "prompt": ["a", "b"], "stream": True}
-        with httpx.Client() as client, client.stream("POST", address + "/v1/completions", json=body):
-            wait_until(lambda: gate.num_waiting == 2)
-        wait_until(lambda: sorted(host.cancelled) == sorted(request.request_id for request in host.requests))
-
-    def test_closing_the_clients_stream(self, host: FakeHost, client: openai.OpenAI) -> None:
-        host.script.endless = True
-        stream = client.chat.completions.create(model="fake", messages=HELLO, stream=True)
-        next(iter(stream))
-        stream.close()
-        wait_until(lambda: host.cancelled == [host.requests[0].request_id])
-
-    def test_a_reader_that_stops_reading_holds_up_nobody(
-        self, host: FakeHost, address: str, http: httpx.Client
-    ) -> None:
-        host.script = Script(text="x" * 5000, endless=True)
-        with Caller(address, stream=True) as caller:
-            assert caller.socket.recv(100).startswith(b"HTTP/1.1 200")
-            host.script = Script()
-            for _ in range(20):
-                assert events(chat(http, stream=True))[-1] == "[DONE]"
-            assert host.cancelled == []
-        wait_until(lambda: host.cancelled == [host.requests[0].request_id])
-
-
-def test_quiet_streams_are_kept_alive(host: FakeHost, http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sse, "KEEP_ALIVE_SECONDS", 0.02)
-    host.script.first_token = gate = Gate()
-    with http.stream(
-        "POST", "/v1/chat/completions", json={"model": "fake", "messages": HELLO, "stream": True}
-    ) as reply:
-        lines = reply.iter_lines()
-        while next(lines) != ": keep-alive":
-            pass
-        gate.open()
-        rest = list(lines)
-    assert rest[-2:] == ["data: [DONE]", ""]
-
-
 def test_answers_are_never_logged(host: FakeHost, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:
     """Debug lines of the SSE library hold whole chunks."""
     with caplog.at_level(logging.DEBUG):
         assert '"content":"H"' in chat(http, stream=True).text
     assert '"content":"H"' not in caplog.text
-
-
-def test_streams_end_well_while_the_server_shuts_down() -> None:
-    host = FakeHost()
-    host.script.first_token = gate = Gate()
-    body = {"model": "fake", "messages": HELLO, "stream": True}
-    with (
-        run_server(create_app(host, ServerConfig(), Metrics())) as (address, server),
-        httpx.stream("POST", address + "/v1/chat/completions", json=body) as reply,
-    ):
-        wait_until(lambda: gate.num_waiting)
-        server.handle_exit(signal.SIGTERM, None)
-        time.sleep(0.7)  # sse-starlette looks for a shutdown every half second
-        gate.open()
-        assert list(reply.iter_lines())[-2:] == ["data: [DONE]", ""]
-    assert host.cancelled == []
