@@ -418,14 +418,14 @@ class TestCompletions:
 
     def test_logprobs_of_a_delta_of_several_tokens(self) -> None:
         """What a reader gets that was slow for a moment: `é` is two tokens, and one is as good as impossible."""
-        impossible = TokenLogprobs(-math.inf, ((98, -math.inf),))
+        impossible = TokenLogprobs(-math.inf, ((99, -math.inf),))
         tokens = (SampledToken(97), SampledToken(0xC3), SampledToken(0xA9), SampledToken(98, impossible))
         reply = CompletionReply(ByteTokenizer().token_bytes, num_logprobs=1, num_choices=1)
         choice = reply.delta(0, TextDelta("aéb", tokens))
         assert choice is not None
         assert choice["logprobs"]["text_offset"] == [0, 1, 1, 2]
         assert choice["logprobs"]["token_logprobs"][-1] == -9999.0
-        assert choice["logprobs"]["top_logprobs"][-1] == {"b": -9999.0}
+        assert choice["logprobs"]["top_logprobs"][-1] == {"b": -9999.0, "c": -9999.0}
 
 
 class TestFailures:
