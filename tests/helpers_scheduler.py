@@ -38,7 +38,9 @@ def make_scheduler(max_blocks: int = 64, *, kv: KVManager | None = None, **setti
     config = EngineConfig(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type]
     kv = kv or make_kv(max_blocks, enable_prefix_caching=config.enable_prefix_caching)
     budget = PrefillBudget(
-        max_prefill_tokens=config.max_prefill_tokens, target_itl=config.target_itl_ms / 1000, min_prefill_tokens=4
+        max_prefill_tokens=config.max_prefill_tokens or 2048,
+        target_itl=config.target_itl_ms / 1000,
+        min_prefill_tokens=4,
     )
     return Scheduler(config, kv, budget)
 
@@ -159,19 +161,14 @@ class Driver:
             self.received[request.request_id] = []
             self.runner.add(request)
 
-    def step(self, between: Callable[[], None] = lambda: None, *, fails: bool = False) -> ScheduledStep | None:
-        """One engine step; `between` is called while it is in flight. One that fails does not run."""
+    def step(self, between: Callable[[], None] = lambda: None) -> ScheduledStep | None:
+        """One engine step; `between` is called while it is in flight."""
         step = self.scheduler.schedule(self.now)
         self.scheduler.check_integrity()
         self.collect()
         if step is None:
             return None
         self.steps.append(step)
-        if fails:
-            between()
-            self.collect(self.scheduler.fail_step(step))
-            self.scheduler.check_integrity()
-            return step
         result = self.runner.run(step)
         between()
         self.now += result.prefill_time + result.decode_time

