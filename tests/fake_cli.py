@@ -69,7 +69,7 @@ class FakeHost:
     """What `serve` needs of a ModelHost. The app beside it has one endpoint, which takes two seconds."""
 
     def __init__(self, config: Any, registry: Any, **options: Any) -> None:
-        self.num_running = 0
+        self.num_in_flight = 0
         self.all_ended = asyncio.Event()
 
     async def start(self) -> None: ...
@@ -84,11 +84,8 @@ class FakeHost:
     def models(self) -> list[Any]:
         return [types.SimpleNamespace(name="listed")]
 
-    def stats(self) -> dict[str, Any]:
-        return {"fake": types.SimpleNamespace(num_running=self.num_running, num_waiting=0)}
-
     async def close(self, timeout: float) -> None:  # noqa: ASYNC109
-        while timeout > 0 and self.num_running:
+        while timeout > 0 and self.num_in_flight:
             await asyncio.sleep(0.05)
             timeout -= 0.05
 
@@ -100,12 +97,12 @@ def create_fake_app(host: FakeHost, config: Any, metrics: Any) -> Any:
     from starlette.routing import Route
 
     async def work(request: Request) -> Response:
-        host.num_running += 1
+        host.num_in_flight += 1
         try:
             print("working", flush=True)
             await asyncio.sleep(float(request.query_params.get("seconds", "1")))
         finally:
-            host.num_running -= 1
+            host.num_in_flight -= 1
         return PlainTextResponse("done")
 
     return Starlette(routes=[Route("/health", lambda request: PlainTextResponse("ok")), Route("/work", work)])

@@ -48,8 +48,6 @@ def main() -> None:
         _fail(str(error))
     except OSError as error:
         _fail(str(error))
-    except KeyboardInterrupt:
-        sys.exit(130)
     except Exception as error:
         _fail(f"{type(error).__name__}: {error}. This is a fault of mlxserve; MLXSERVE_DEBUG=1 shows where.")
 

@@ -186,11 +186,10 @@ async def _load(host: "ModelHost", registry: "Registry", models: list[str]) -> N
 
 
 async def _drain(host: "ModelHost", seconds: float) -> None:
-    num_requests = sum(stats.num_running + stats.num_waiting for stats in host.stats().values())
-    if num_requests:
+    if host.num_in_flight:
         logger.info(
             "stopping: %d requests are left, they have %g seconds to end; Ctrl-C again stops at once",
-            num_requests,
+            host.num_in_flight,
             seconds,
         )
     await host.close(timeout=seconds)
