@@ -112,6 +112,15 @@ def test_hiccups_do_not_change_the_model() -> None:
     assert budget.predict(load) == pytest.approx(expected, rel=0.1)
 
 
+def test_one_hiccup_among_few_measurements_counts_for_nothing() -> None:
+    budget = PrefillBudget(max_prefill_tokens=2048, target_itl=0.1)
+    step = make_step([], [100] * 4)
+    for factor in (1.0, 1.0, 1.0, 1.0, 100.0):
+        observe(budget, step, factor)
+    load = StepLoad.of(step)
+    assert budget.predict(load) == pytest.approx(decode_seconds(load), rel=0.01)
+
+
 def test_a_machine_that_became_slower_is_noticed() -> None:
     budget = warmed_up()
     load = load_of([(0, 512)], [100] * 4)

@@ -120,7 +120,7 @@ class KVManager:
         return copies
 
     def finish_copies(self, copies: Iterable[BlockCopy]) -> None:
-        """The step with these copies ran, or never will."""
+        """The step with these copies ran."""
         for copy in copies:
             self._groups[copy.group].unpin(copy.source)
 

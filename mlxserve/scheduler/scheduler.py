@@ -64,9 +64,11 @@ class _Flight:
 class Scheduler:
     """Which requests run, and what the next step computes for each.
 
-    schedule() gives out a step, update() takes its result. Only update() moves `num_computed_tokens` and publishes
-    blocks, so a step that never ran (fail_step) leaves nothing wrong behind. Every request that add() accepted gets one
-    RequestOutput with a finish reason, from update() or take_finished(). Not thread-safe.
+    schedule() gives out a step, update() takes its result and publishes the blocks it filled. Every request that add()
+    accepted gets one RequestOutput with a finish reason, from update() or take_finished(). Not thread-safe.
+
+    A step whose run() raised has no result: what the cache holds is then unknown, and scheduler and KVManager are to be
+    made anew.
     """
 
     def __init__(self, config: EngineConfig, kv: KVManager, budget: PrefillBudget) -> None:
@@ -140,7 +142,6 @@ class Scheduler:
         """
         self._end_expired(now)
         plan = _Plan(now)
-        num_preemptions = self._num_preemptions
 
         # Every stream advances in every step. What that costs bounds the prefill beside it.
         for request in tuple(self._running):
@@ -151,8 +152,7 @@ class Scheduler:
         for request in self._running:
             if request.num_uncomputed_tokens > 1:
                 self._grant_chunk(plan, request, at_most_half=True)
-        if self._num_preemptions == num_preemptions:
-            self._admit_waiting(plan)
+        self._admit_waiting(plan)
 
         # What nobody else wanted goes to the oldest.
         for request in tuple(plan.chunk_ends):
@@ -184,17 +184,6 @@ class Scheduler:
                 outputs.append(self._append_token(request, token, now))
         return outputs
 
-    def fail_step(self, step: ScheduledStep) -> list[RequestOutput]:
-        """A step that was given out did not run: its requests end with ERROR, all others go on."""
-        flight = self._flights.pop(step.step_id)
-        for request in dict.fromkeys([*(request for request, _ in flight.chunks), *flight.rows]):
-            if request.status is not RequestStatus.FINISHED:
-                self._finish_early(request, FinishReason.ERROR)
-        # Unpinned last: while the source still answers for its tokens, the copy that never ran cannot be published.
-        self._kv.finish_copies(step.copies)
-        self._released = [*step.released, *self._released]
-        return self.take_finished()
-
     def stats(self) -> EngineStats:
         return EngineStats(
             num_running=len(self._running),
@@ -217,6 +206,8 @@ class Scheduler:
                     raise CacheIntegrityError(f"request {request.request_id} is {status.value} and not known as such")
                 if request.num_uncomputed_tokens < 1:
                     raise CacheIntegrityError(f"request {request.request_id} has no token left to compute")
+                if status is RequestStatus.WAITING and request.num_computed_tokens > 0:
+                    raise CacheIntegrityError(f"request {request.request_id} waits and has computed tokens")
         if len(self._running) + len(self._waiting) != len(self._requests):
             raise CacheIntegrityError("some request is neither running nor waiting, or both")
         if len(self._running) > self._config.max_num_seqs:
