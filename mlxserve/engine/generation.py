@@ -303,9 +303,9 @@ class Generation:
             self._num_cached_tokens = output.num_cached_tokens
             if output.token is not None:
                 self._num_generated_tokens += 1
-                tokens.append(output.token)
-                # The token that ended the answer (end of sequence, stop token) is counted but is not part of its text.
+                # The token that ended the answer (end of sequence, stop token) is counted but is no part of it.
                 if output.finish_reason is not FinishReason.STOP:
+                    tokens.append(output.token)
                     text.append(self._stop_strings.push(self._detokenizer.add(output.token.token_id)))
             reason = output.finish_reason
             if reason is not None and self._stop_strings.matched is None:
