@@ -84,7 +84,7 @@ class FakeHost:
     def models(self) -> list[Any]:
         return [types.SimpleNamespace(name="listed")]
 
-    async def close(self, timeout: float) -> None:  # noqa: ASYNC109
+    async def close(self, timeout: float) -> None:
         while timeout > 0 and self.num_in_flight:
             await asyncio.sleep(0.05)
             timeout -= 0.05
