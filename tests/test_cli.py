@@ -328,11 +328,6 @@ def test_download_progress_without_a_terminal(capsys: pytest.CaptureFixture[str]
 # --- addresses
 
 
-def test_loopback() -> None:
-    assert all(map(addresses.is_loopback, ("127.0.0.1", "127.1.2.3", "::1", "localhost")))
-    assert not any(map(addresses.is_loopback, ("0.0.0.0", "::", "192.168.1.5", "example.org", "")))
-
-
 def test_client_urls() -> None:
     assert addresses.client_url("0.0.0.0", 80) == "http://127.0.0.1:80"
     assert addresses.client_url("::", 80) == "http://[::1]:80"

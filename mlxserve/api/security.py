@@ -126,7 +126,7 @@ def exposure_warning(config: ServerConfig) -> str | None:
         return None
     return (
         f"The server listens on {config.host or 'all addresses'} without an API key: everyone who reaches this machine "
-        "can use it. Set api_key, or bind to 127.0.0.1."
+        "can use it. Set a key (MLXSERVE_API_KEY), or bind to 127.0.0.1."
     )
 
 

@@ -1,7 +1,6 @@
 """Addresses to listen on and to connect to."""
 
 import errno
-import ipaddress
 import os
 import socket
 from typing import Any
@@ -10,16 +9,6 @@ from mlxserve.errors import ConfigError
 
 AddressInfo = tuple[int, int, int, str, tuple[Any, ...]]
 """An entry of socket.getaddrinfo."""
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can connect to `host`."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
 
 
 def client_url(host: str, port: int) -> str:

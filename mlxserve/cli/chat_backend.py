@@ -1,5 +1,6 @@
 """Where `mlxserve run` gets its answers: a server that is running, or the engine inside this process."""
 
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -83,7 +84,12 @@ class LocalBackend:
         from mlxserve.engine.model_host import ModelHost
 
         self._host = ModelHost(
-            self._engine_config, registry, allow_paths=True, allow_downloads=True, progress=self._progress
+            # One conversation: no batches to warm up for.
+            dataclasses.replace(self._engine_config, max_num_seqs=1),
+            registry,
+            allow_paths=True,
+            allow_downloads=True,
+            progress=self._progress,
         )
         await self._host.start()
         self._served = await self._host.get(self._model)

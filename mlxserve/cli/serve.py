@@ -74,13 +74,13 @@ def serve(
         threads=threads,
         log_level=log_level,
     )
+    from mlxserve.api.security import exposure_warning
+
     logs.configure(server_config.log_level)
     if api_key is not None:
         logger.warning("--api-key can be read in the list of processes; set MLXSERVE_API_KEY instead")
-    if server_config.api_key is None and not addresses.is_loopback(server_config.host):
-        logger.warning(
-            "anybody who reaches %s can use this server: set MLXSERVE_API_KEY to ask for a key", server_config.host
-        )
+    if (warning := exposure_warning(server_config)) is not None:
+        logger.warning("%s", warning)
     listeners = addresses.listen(server_config.host, server_config.port)
     asyncio.run(_serve(listeners, model or [], engine_config, server_config))
 

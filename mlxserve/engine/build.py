@@ -96,7 +96,7 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
         kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp))
         cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
     shapes = probe.layer_shapes(loaded.model)
-    probe.check_equivalence(loaded.model, shapes, kernels)
+    probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
     return PagedModel(loaded.model, shapes, config.block_size, kernels)
 
 
@@ -145,8 +145,10 @@ def _warm_up(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_gr
     longest = max(WARM_UP_CHUNKS)
     tables = ((0,) * (longest // config.block_size + 1),) * num_groups
     greedy = SamplingParams(temperature=0.0)
+    # Alone, a prompt is never weighed against streams: nothing to measure, only kernels to compile.
+    sizes = WARM_UP_CHUNKS if config.max_num_seqs > 1 else WARM_UP_CHUNKS[:1]
     loads: list[tuple[tuple[PrefillChunk, ...], tuple[DecodeRow, ...]]] = [
-        ((PrefillChunk("warm-up-0", (0,) * size, 0, tables),), ()) for size in WARM_UP_CHUNKS
+        ((PrefillChunk("warm-up-0", (0,) * size, 0, tables),), ()) for size in sizes
     ]
     # Rows of a runner with caches of its own go on where the chunk of the same request ended.
     num_rows = [count for count in WARM_UP_ROWS if count <= config.max_num_seqs] if num_groups else [1]
