@@ -41,9 +41,16 @@ def shifted_exp(scores: mx.array, maximum: mx.array) -> mx.array:
 
 
 @mx.compile
-def swiglu(gate: mx.array, x: mx.array) -> mx.array:
-    """silu(gate) * x, float32; takes the place of mlx_lm.models.activations.swiglu."""
+def _swiglu(gate: mx.array, x: mx.array) -> mx.array:
     return gate * x / (1.0 + _exp(-gate))
+
+
+def swiglu(gate: mx.array, x: mx.array) -> mx.array:
+    """silu(gate) * x; takes the place of mlx_lm.models.activations.swiglu, to which it leaves other types than float32.
+
+    Models in half precision may run in this process beside ours, and must stay in it.
+    """
+    return _swiglu(gate, x) if gate.dtype == x.dtype == mx.float32 else activations.swiglu(gate, x)
 
 
 def install(modules: Iterable[ModuleType]) -> None:

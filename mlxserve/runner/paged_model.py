@@ -63,6 +63,9 @@ class _Bound:
     keys: mx.array
     values: mx.array
     current: _Pass
+    written: tuple[mx.array, mx.array] | None = None
+    """What update_and_fetch returned."""
+    is_read: bool = False
 
 
 class LayerView:
@@ -79,6 +82,11 @@ class LayerView:
         """The pools after the pass. The view keeps no reference: it would make the next write a copy."""
         bound, self._bound = self._required, None
         return bound.keys, bound.values
+
+    def check_used(self) -> None:
+        """Raises UnsupportedByBlockCache unless the pass wrote this layer's keys and values and attended to them."""
+        if not self._required.is_read:
+            raise UnsupportedByBlockCache("some of its layers attend in a way of their own")
 
     @property
     def _required(self) -> _Bound:
@@ -101,16 +109,27 @@ class LayerView:
         bound = self._required
         if keys.shape[2] != 1:
             raise UnsupportedByBlockCache("its attention folds tokens together")
+        if bound.written is not None:
+            raise UnsupportedByBlockCache("some layer writes to its cache more than once in a pass")
         blocks, slots = bound.current.blocks, bound.current.slots
         bound.keys[blocks, :, slots] = keys[:, :, 0].astype(bound.keys.dtype)
         bound.values[blocks, :, slots] = values[:, :, 0].astype(bound.values.dtype)
+        bound.written = keys, values
         return keys, values
 
-    def attend(self, queries: mx.array, scale: float, mask: object, sinks: object) -> mx.array:
-        """queries (tokens, Hq, 1, Dk) -> (tokens, Hq, 1, Dv)."""
+    def attend(
+        self, queries: mx.array, keys: mx.array, values: mx.array, scale: float, mask: object, sinks: object
+    ) -> mx.array:
+        """queries (tokens, Hq, 1, Dk), keys and values what update_and_fetch returned. Returns (tokens, Hq, 1, Dv)."""
         if mask is not None or sinks is not None:
             raise UnsupportedByBlockCache("its attention has a mask of its own or sinks")
+        if queries.shape[2] != 1:
+            raise UnsupportedByBlockCache("its attention folds tokens together")
         bound, kernels = self._required, self._kernels
+        # The pools are read in their place: had the model changed them, or taken another layer's, that would be lost.
+        if bound.written is None or keys is not bound.written[0] or values is not bound.written[1]:
+            raise UnsupportedByBlockCache("its attention reads other keys and values than its cache returned")
+        bound.is_read = True
         pools, current, queries = (bound.keys, bound.values), bound.current, queries[:, :, 0]
         if current.pairs is not None:
             return decode.attend(queries, *pools, current.pairs, scale, kernels.shifted_exp)[:, :, None]
@@ -126,11 +145,18 @@ class LayerView:
 class PagedModel:
     """A model of mlx-lm over a KVStorage. Both passes leave arrays unevaluated: evaluate them with storage.arrays()."""
 
-    def __init__(self, model: nn.Module, shapes: Sequence[LayerShape], block_size: int, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        shapes: Sequence[LayerShape],
+        block_size: int,
+        kernels: Kernels,
+        make_view: Callable[[Kernels], LayerView] = LayerView,
+    ) -> None:
         self.storage = KVStorage(shapes, block_size)
         self._model = model
         self._num_kv_heads = shapes[0].num_kv_heads
-        self._views = [LayerView(kernels) for _ in shapes]
+        self._views = [make_view(kernels) for _ in shapes]
         self._compiled_decode = mx.compile(self._decode)
         route_attention(model)
 
@@ -189,6 +215,8 @@ class PagedModel:
             view.bind(layer_keys, layer_values, current)
         try:
             logits = self._model(token_ids[:, None], cache=self._views)[:, 0]
+            for view in self._views:
+                view.check_used()
         finally:
             pools = [view.unbind() for view in self._views]
         return logits, [keys for keys, _ in pools], [values for _, values in pools]
@@ -217,7 +245,7 @@ def _routed(stock: Callable[..., mx.array]) -> Callable[..., mx.array]:
         if isinstance(cache, LayerView):
             if kwargs:
                 raise UnsupportedByBlockCache(f"its attention passes {', '.join(kwargs)}")
-            return cache.attend(queries, scale, mask, sinks)
+            return cache.attend(queries, keys, values, scale, mask, sinks)
         return stock(queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks, **kwargs)
 
     scaled_dot_product_attention.routes_layer_views = True  # type: ignore[attr-defined]

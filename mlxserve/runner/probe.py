@@ -1,6 +1,7 @@
 """Finds out at load what a model keeps of the past, and whether the block cache gives the answers mlx-lm gives."""
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -8,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from mlxserve.runner.kv_storage import LayerShape
-from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
+from mlxserve.runner.paged_model import Kernels, LayerView, PagedModel, UnsupportedByBlockCache
 
 logger = logging.getLogger(__name__)
 
@@ -17,6 +18,8 @@ NUM_PROBE_TOKENS = 24
 PROBE_BLOCK_SIZE = 8
 SMALLEST_VOCABULARY = 64
 """Token ids below it exist in every model."""
+FAR_POSITION = 20_000
+"""Past the positions, 8,192 or 16,384, where some models begin to scale queries with the length of the context."""
 
 
 def layer_shapes(model: nn.Module) -> list[LayerShape]:
@@ -41,15 +44,55 @@ def layer_shapes(model: nn.Module) -> list[LayerShape]:
     return shapes
 
 
-def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels) -> None:
-    """Compare the block cache with mlx-lm's cache on one short sequence: two chunks, then a decode row.
+def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int) -> None:
+    """Compare the block cache with mlx-lm's cache on short sequences, one at position 0 and one far out.
 
     Raises:
         UnsupportedByBlockCache: the model does what a LayerView does not offer, or its answers differ.
     """
+    far = min(FAR_POSITION, context_length - NUM_PROBE_TOKENS)
+    _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
+    if far > 0:
+        _compare(model, shapes, kernels, [_FarCache(far) for _ in shapes], lambda kernels: _FarView(kernels, far))
+
+
+class _FarCache(KVCache):  # type: ignore[misc]
+    """mlx-lm's cache for one pass over a sequence that begins at position `offset`, with nothing before it."""
+
+    def __init__(self, offset: int) -> None:
+        super().__init__()
+        self.offset = offset
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+    def make_mask(self, *args: Any, **kwargs: Any) -> Any:
+        return KVCache().make_mask(*args, **kwargs)
+
+
+class _FarView(LayerView):
+    """A LayerView that tells the model positions `shift` further on."""
+
+    def __init__(self, kernels: Kernels, shift: int) -> None:
+        super().__init__(kernels)
+        self._shift = shift
+
+    @property
+    def offset(self) -> mx.array:
+        return super().offset + self._shift
+
+
+def _compare(
+    model: nn.Module,
+    shapes: list[LayerShape],
+    kernels: Kernels,
+    caches: list[KVCache],
+    make_view: Callable[[Kernels], LayerView],
+) -> None:
+    """One sequence in one pass over mlx-lm's caches, against two chunks and a decode row over the block cache."""
     token_ids = [(7 * i * i + 3 * i) % SMALLEST_VOCABULARY for i in range(NUM_PROBE_TOKENS)]
-    expected = model(mx.array([token_ids]), cache=make_prompt_cache(model))[0, -1]
-    paged = PagedModel(model, shapes, PROBE_BLOCK_SIZE, kernels)
+    expected = model(mx.array([token_ids]), cache=caches)[0, -1]
+    paged = PagedModel(model, shapes, PROBE_BLOCK_SIZE, kernels, make_view)
     table = (3, 1, 2)
     paged.storage.grow(4)
     try:
