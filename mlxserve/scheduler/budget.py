@@ -99,6 +99,11 @@ class PrefillBudget:
         else:
             without_prefill = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
             limit = max(self.target_itl, self.decode_multiple * self.predict(without_prefill))
-            sizes = range(1, room + 1)
-            num_tokens = bisect_right(sizes, limit, key=lambda n: self.predict(load.with_chunk(start, n)))
+            per_chunk, per_token, per_context = self._prefill_cost.weights
+            spare = limit - self.predict(load) - per_chunk
+            num_tokens = bisect_right(
+                range(1, room + 1),
+                spare,
+                key=lambda n: n * (per_token + per_context * start) + per_context * n * (n + 1) / 2,
+            )
         return num_tokens if num_tokens >= self.min_prefill_tokens else minimum

@@ -25,7 +25,7 @@ class LinearCost:
     def __init__(self) -> None:
         self._cells: OrderedDict[tuple[int, ...], deque[tuple[float, tuple[int, ...]]]] = OrderedDict()
         self._weights: list[float] = []
-        self._is_fitted = False
+        self._current: list[float] = []
         self._ratios: deque[float] = deque(maxlen=LATEST_RATIOS)
 
     @property
@@ -44,17 +44,21 @@ class LinearCost:
         fitted = _dot(self._weights, features) if self._weights else 0.0
         if fitted > 0.0:
             self._ratios.append(seconds / fitted)
-        self._is_fitted = False
+        self._current = []
+
+    @property
+    def weights(self) -> list[float]:
+        """Seconds for one of each feature; empty before the first measurement."""
+        if not self._current and self._cells:
+            self._weights = self._fit()
+            ratio = statistics.median(self._ratios) if self._ratios else 1.0
+            self._current = [ratio * weight for weight in self._weights]
+        return self._current
 
     def predict(self, features: Sequence[int]) -> float:
         """Seconds; 0 before the first measurement."""
-        if not self._cells:
-            return 0.0
-        if not self._is_fitted:
-            self._weights = self._fit()
-            self._is_fitted = True
-        ratio = statistics.median(self._ratios) if self._ratios else 1.0
-        return ratio * _dot(self._weights, features)
+        weights = self.weights
+        return _dot(weights, features) if weights else 0.0
 
     def _fit(self) -> list[float]:
         medians = [sorted(samples)[(len(samples) - 1) // 2] for samples in self._cells.values()]
