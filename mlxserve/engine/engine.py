@@ -23,16 +23,26 @@ class Runner(Protocol):
         ...
 
 
+class StepFailed(Exception):
+    """The runner raised: the cause says what."""
+
+
 class Engine:
     """Schedule, run, update: the three lines a request's tokens come from.
 
-    A step that raises leaves scheduler and cache in an unknown state; the caller must then `rebuild()`.
+    After StepFailed, or any error that a method does not name, the cache is in an unknown state: rebuild() must follow.
     """
 
     def __init__(self, runner: Runner, make_scheduler: Callable[[], Scheduler]) -> None:
         self._runner = runner
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
+        self._num_failures_in_a_row = 0
+
+    @property
+    def num_failures_in_a_row(self) -> int:
+        """Rebuilds since the last step that was computed."""
+        return self._num_failures_in_a_row
 
     @property
     def has_work(self) -> bool:
@@ -46,22 +56,40 @@ class Engine:
         """
         self._scheduler.add(request)
 
-    def abort(self, request_id: str, reason: FinishReason) -> None:
-        """End a request in the next step, whatever state it is in; unknown ids are ended already."""
+    def abort(self, request_id: str, reason: FinishReason) -> list[RequestOutput]:
+        """End a request, whatever state it is in, and return its last output; unknown ids are ended already."""
         self._scheduler.abort(request_id, reason)
+        return self._scheduler.take_finished()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one step and return what it did to each request that got a token or ended."""
+        """Compute one step and return what it did to each request that got a token or ended.
+
+        Raises:
+            StepFailed: computing it failed; only the requests that stood in it are lost.
+        """
         step = self._scheduler.schedule(time.monotonic())
         if step is None:
             return self._scheduler.take_finished()
-        result = self._runner.run(step)
-        return self._scheduler.update(step, result, time.monotonic())
+        try:
+            result = self._runner.run(step)
+        except Exception as error:
+            raise StepFailed from error
+        outputs = self._scheduler.update(step, result, time.monotonic())
+        self._num_failures_in_a_row = 0
+        return outputs
 
-    def rebuild(self) -> None:
-        """Start over with an empty cache and no requests, on the same weights."""
+    def rebuild(self, *, keep_requests: bool) -> list[RequestOutput]:
+        """Start over with an empty cache, on the same weights.
+
+        `keep_requests`, which only StepFailed allows: return the last outputs of the requests that stood in the failed
+        step and go on with the others. Else every request is forgotten.
+        """
+        self._num_failures_in_a_row += 1
         self._runner.reset()
-        self._scheduler = self._make_scheduler()
+        scheduler = self._make_scheduler()
+        outputs = scheduler.take_over(self._scheduler) if keep_requests else []
+        self._scheduler = scheduler
+        return outputs
 
     def check_integrity(self) -> None:
         self._scheduler.check_integrity()

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.step import RequestOutput
-from mlxserve.engine.engine import Engine
+from mlxserve.engine.engine import Engine, StepFailed
 from mlxserve.errors import EngineDead, EngineError, MlxserveError
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,6 @@ class EngineHandle:
         self.name = name
         self.engine = engine
         self.sinks: dict[str, Sink] = {}
-        self.failures_in_a_row = 0
         self.death: str | None = None
         """Why it computes nothing any more; None while it is well."""
 
@@ -81,8 +80,12 @@ class EngineHandle:
 class EngineThread:
     """Owns the device. Engines are added to it and take turns, a step each.
 
-    Every submitted request's sink is called until it got a finish reason or an error: also when a step raises
-    (EngineError; the engine is rebuilt), when an engine cannot be rebuilt, and when the thread ends (EngineDead).
+    Every submitted request's sink is called until it got a finish reason or an error:
+
+    - A step fails: EngineError for the requests that stood in it. The engine is rebuilt and goes on with all others.
+    - An engine's books are wrong: EngineError for all of its requests. It is rebuilt and goes on without any.
+    - An engine cannot be rebuilt, or fails MAX_FAILURES_IN_A_ROW times: EngineDead. It is taken off the thread.
+    - The thread ends: EngineDead for everybody.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, release_device: Callable[[], None]) -> None:
@@ -138,7 +141,7 @@ class EngineThread:
         try:
             while self._take_messages():
                 for handle in self._handles:
-                    if handle.death is None and handle.engine.has_work:
+                    if handle.engine.has_work:
                         self._step(handle)
         except BaseException as error:
             logger.critical("engine thread died", exc_info=True)
@@ -153,7 +156,7 @@ class EngineThread:
     def _take_messages(self) -> bool:
         """Handle every message there is, waiting for one when there is nothing to compute. False: stop."""
         while True:
-            busy = any(handle.death is None and handle.engine.has_work for handle in self._handles)
+            busy = any(handle.engine.has_work for handle in self._handles)
             if not busy and self._inbox.empty():
                 self._check_integrity()
             try:
@@ -178,7 +181,12 @@ class EngineThread:
                     handle.sinks[request.request_id] = sink
             case _Abort(handle, request_id, reason):
                 if handle.death is None:
-                    handle.engine.abort(request_id, reason)
+                    try:
+                        outputs = handle.engine.abort(request_id, reason)
+                    except Exception as error:
+                        self._fail(handle, error)
+                    else:
+                        self._give_out(handle, outputs)
             case _Call(function, future):
                 if future.set_running_or_notify_cancel():
                     try:
@@ -189,42 +197,55 @@ class EngineThread:
     def _step(self, handle: EngineHandle) -> None:
         try:
             outputs = handle.engine.step()
+        except StepFailed as failure:
+            self._fail(handle, failure.__cause__ or failure, keep_requests=True)
         except Exception as error:
             self._fail(handle, error)
-            return
-        handle.failures_in_a_row = 0
+        else:
+            self._give_out(handle, outputs)
+
+    def _give_out(self, handle: EngineHandle, outputs: list[RequestOutput], failure: EngineError | None = None) -> None:
+        """Deliver outputs; `failure` is what a request that ended with ERROR is told."""
         now = time.monotonic()
         deliveries: list[tuple[Sink, Computed | MlxserveError]] = []
         for output in outputs:
             ended = output.finish_reason is not None
             sink = handle.sinks.pop(output.request_id) if ended else handle.sinks[output.request_id]
-            deliveries.append((sink, Computed(output, now)))
+            if failure is not None and output.finish_reason is FinishReason.ERROR:
+                deliveries.append((sink, failure))
+            else:
+                deliveries.append((sink, Computed(output, now)))
         self._deliver(deliveries)
 
     def _check_integrity(self) -> None:
         for handle in self._handles:
-            if handle.death is None:
-                try:
-                    handle.engine.check_integrity()
-                except Exception as error:
-                    self._fail(handle, error)
+            try:
+                handle.engine.check_integrity()
+            except Exception as error:
+                self._fail(handle, error)
 
-    def _fail(self, handle: EngineHandle, error: Exception) -> None:
-        """Tell every request of the engine and rebuild it; an engine that keeps failing is dead."""
+    def _fail(self, handle: EngineHandle, error: BaseException, *, keep_requests: bool = False) -> None:
+        """Rebuild an engine and tell the requests that are lost by its failure; one that keeps failing is dead."""
         logger.error("engine of %s failed; rebuilding it", handle.name, exc_info=error)
-        message = f"the engine failed while computing this request: {type(error).__name__}: {error}"
-        handle.failures_in_a_row += 1
+        cause = f"{type(error).__name__}: {error}"
+        ended: list[RequestOutput] = []
         try:
-            handle.engine.rebuild()
+            ended = handle.engine.rebuild(keep_requests=keep_requests)
         except Exception as rebuild_error:
             handle.death = f"the engine of {handle.name} cannot be rebuilt: {rebuild_error}"
             logger.critical("%s", handle.death, exc_info=True)
-        if handle.failures_in_a_row >= MAX_FAILURES_IN_A_ROW:
-            handle.death = (
-                f"the engine of {handle.name} failed {handle.failures_in_a_row} times in a row; last: {error}"
-            )
+        num_failures = handle.engine.num_failures_in_a_row
+        if handle.death is None and num_failures >= MAX_FAILURES_IN_A_ROW:
+            handle.death = f"the engine of {handle.name} failed {num_failures} times in a row; last: {cause}"
             logger.critical("%s", handle.death)
-        self._tell_all(handle, EngineError(message) if handle.death is None else EngineDead(handle.death))
+        failure = EngineError(f"the engine failed while computing this request: {cause}")
+        self._give_out(handle, ended, failure)
+        if handle.death is not None:
+            # The memory of its weights is needed when the model is loaded again.
+            self._handles = [other for other in self._handles if other is not handle]
+            self._tell_all(handle, EngineDead(handle.death))
+        elif not keep_requests:
+            self._tell_all(handle, failure)
 
     def _end(self, reason: str) -> None:
         for handle in self._handles:
@@ -243,7 +264,8 @@ class EngineThread:
             case _Submit(sink=sink):
                 self._deliver([(sink, EngineDead(reason))])
             case _Call(future=future):
-                future.set_exception(EngineDead(reason))
+                if future.set_running_or_notify_cancel():
+                    future.set_exception(EngineDead(reason))
 
     def _tell_all(self, handle: EngineHandle, error: MlxserveError) -> None:
         sinks, handle.sinks = handle.sinks, {}

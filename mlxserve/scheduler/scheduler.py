@@ -68,7 +68,7 @@ class Scheduler:
     accepted gets one RequestOutput with a finish reason, from update() or take_finished(). Not thread-safe.
 
     A step whose run() raised has no result: what the cache holds is then unknown, and scheduler and KVManager are to be
-    made anew.
+    made anew; take_over() saves what did not stand in that step.
     """
 
     def __init__(self, config: EngineConfig, kv: KVManager, budget: PrefillBudget) -> None:
@@ -102,7 +102,7 @@ class Scheduler:
         """Queue a request.
 
         Raises:
-            QueueFull: max_queue requests are waiting.
+            QueueFull: max_queue requests wait beside those that run or can be started by the next step.
             ContextLengthExceeded: it does not fit into the cache even alone, or leaves no room for an answer.
             InvalidParameter: it has no tokens, or its id is in use.
         """
@@ -111,10 +111,11 @@ class Scheduler:
         if request.num_tokens == 0:
             raise InvalidParameter("the prompt is empty; it needs one token at least", param="prompt")
         self._check_length(request)
-        if len(self._waiting) >= self._config.max_queue:
+        # A burst may come in before any step could start some of it.
+        if len(self._requests) >= self._config.max_num_seqs + self._config.max_queue:
             retry_after = min(max(self._finish_interval, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting, as many as max_queue allows; try again later",
+                f"{len(self._requests)} requests are running or waiting, the most this server takes; try again later",
                 retry_after=retry_after,
             )
         self._requests[request.request_id] = request
@@ -182,6 +183,35 @@ class Scheduler:
         for request, token in zip(flight.rows, result.tokens, strict=True):
             if request.status is RequestStatus.RUNNING:
                 outputs.append(self._append_token(request, token, now))
+        return outputs
+
+    def take_over(self, failed: "Scheduler") -> list[RequestOutput]:
+        """Go on, on an empty cache, with the requests and counts of a scheduler whose step raised in the runner.
+
+        The requests of that step end with ERROR; their outputs, and those that were not taken yet, are returned. All
+        others are computed anew from their token ids. Those that ran count as preempted, and so come first.
+        """
+        in_step: set[Request] = set()
+        for flight in failed._flights.values():
+            in_step.update(flight.rows, (request for request, _ in flight.chunks))
+        outputs = failed.take_finished()
+        for request in failed._requests.values():
+            if request in in_step:
+                request.status = RequestStatus.FINISHED
+                request.finish_reason = FinishReason.ERROR
+                outputs.append(self._output(request, None))
+                continue
+            if request.status is RequestStatus.RUNNING:
+                request.status = RequestStatus.WAITING
+                request.num_computed_tokens = 0
+                request.num_preemptions += 1
+            self._requests[request.request_id] = request
+            self._waiting.add(request)
+        self._num_steps = failed._num_steps
+        self._num_preemptions = failed._num_preemptions
+        self._num_prefix_queried_tokens = failed._num_prefix_queried_tokens
+        self._num_prefix_hit_tokens = failed._num_prefix_hit_tokens
+        self._finish_interval, self._last_finish = failed._finish_interval, failed._last_finish
         return outputs
 
     def stats(self) -> EngineStats:
