@@ -20,6 +20,7 @@ from mlxserve.errors import (
     ContextLengthExceeded,
     EngineDead,
     EngineError,
+    InvalidParameter,
     MlxserveError,
     QueueFull,
     RequestCancelled,
@@ -71,6 +72,8 @@ class ServedModel:
         self._executor = executor
         self._observer = observer
         self._in_flight: dict[str, Generation] = {}
+        self._num_tokenising = 0
+        self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._mean_duration = 1.0
@@ -103,30 +106,35 @@ class ServedModel:
         """Template, tokenise and queue a request.
 
         Raises:
-            InvalidParameter: the prompt cannot be rendered or tokenised.
+            InvalidParameter: the prompt cannot be rendered or tokenised, or a request of this id is in flight.
             ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: too many requests are waiting already.
-            EngineDead: the engine computes nothing any more.
+            EngineDead: the engine computes nothing any more, or the server is stopping.
         """
         timeline = Timeline()
         try:
             return await self._admit(request, timeline)
-        except MlxserveError as error:
-            self._record(request.request_id, type(error).__name__, Usage(0, 0, 0), timeline.timings())
-            raise
-        except asyncio.CancelledError:
-            self._record(request.request_id, FinishReason.CANCELLED.value, Usage(0, 0, 0), timeline.timings())
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            outcome = FinishReason.CANCELLED.value if cancelled else type(error).__name__
+            self._record(request.request_id, outcome, Usage(0, 0, 0), timeline.timings())
             raise
 
     async def _admit(self, request: GenerationRequest, timeline: Timeline) -> "Generation":
-        if self.death is not None:
-            raise EngineDead(self.death)
-        # Counted before the await as well: a burst must not tokenise a thousand prompts to refuse them afterwards.
+        self._check_alive()
         self._check_queue()
         loop = asyncio.get_running_loop()
-        prompt_ids = await loop.run_in_executor(
-            self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
-        )
+        # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
+        self._num_tokenising += 1
+        try:
+            prompt_ids = await loop.run_in_executor(
+                self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
+            )
+        finally:
+            self._num_tokenising -= 1
+        self._check_alive()
+        if request.request_id in self._in_flight:
+            raise InvalidParameter(f"a request with the id {request.request_id!r} is in flight", param="request_id")
         num_prompt_tokens = len(prompt_ids)
         if num_prompt_tokens >= self.context_length:
             raise ContextLengthExceeded(
@@ -135,7 +143,6 @@ class ServedModel:
                 num_tokens=num_prompt_tokens,
                 limit=self.context_length,
             )
-        self._check_queue()
         max_tokens = request.sampling.max_tokens or self.context_length
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
         engine_request = Request(
@@ -166,7 +173,8 @@ class ServedModel:
         return generation
 
     async def drain(self, timeout: float) -> None:
-        """Wait for running requests to end; cancel what is left after `timeout` seconds."""
+        """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
+        self._is_draining = True
         try:
             async with asyncio.timeout(timeout):
                 await self._idle.wait()
@@ -177,11 +185,17 @@ class ServedModel:
         for generation in list(self._in_flight.values()):
             generation.cancel("the server is stopping")
 
+    def _check_alive(self) -> None:
+        if self._is_draining:
+            raise EngineDead("the server is stopping")
+        if self.death is not None:
+            raise EngineDead(self.death)
+
     def _check_queue(self) -> None:
-        bound = self._config.max_queue + self._config.max_num_seqs
-        if len(self._in_flight) >= bound:
+        num_requests = len(self._in_flight) + self._num_tokenising
+        if num_requests >= self._config.max_queue + self._config.max_num_seqs:
             raise QueueFull(
-                f"{len(self._in_flight)} requests are running or waiting, the most this server takes; try again later",
+                f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
             )
 
@@ -257,7 +271,6 @@ class Generation:
             timeline = self._timeline
             if timeline.first_token is None:
                 timeline.first_token = item.time
-                timeline.scheduled = self._request.first_scheduled_time
             elif timeline.last_token is not None:
                 self._on_token_interval(item.time - timeline.last_token)
             timeline.last_token = item.time
@@ -340,6 +353,7 @@ class Generation:
 
     def _end(self, outcome: str, last: FinishReason | MlxserveError) -> None:
         self._ended = True
+        self._timeline.scheduled = self._request.first_scheduled_time
         self._timeline.finished = time.monotonic()
         usage = Usage(self.num_prompt_tokens, self._num_cached_tokens, self._num_generated_tokens)
         timings = self._timeline.timings()

@@ -71,6 +71,9 @@ class ModelHost:
         self._progress = progress
         self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="mlxserve-text")
         self._models: dict[ModelSource, asyncio.Task[ServedModel]] = {}
+        self._deaths: dict[ModelSource, str] = {}
+        """Models that died and were not loaded again since."""
+        self._is_closed = False
         self._thread: EngineThread | None = None
         self._device: Device | None = None
 
@@ -86,18 +89,22 @@ class ModelHost:
         Raises:
             ModelNotFound: no model goes by this name, or it is not on this machine and must not be fetched.
             DownloadError, ModelLoadError: it cannot be had; the next call tries again.
-            EngineDead: the host is closed.
+            EngineDead: the host is closed, also while it loads.
         """
+        if self._is_closed:
+            raise EngineDead("the server is stopping")
         source = self._registry.resolve(name, allow_paths=self._allow_paths)
         task = self._models.get(source)
-        if task is not None and task.done() and (task.exception() is not None or task.result().death is not None):
-            del self._models[source]
-            task = None
-        if task is None:
+        if task is None or self._is_lost(source, task):
             task = asyncio.create_task(self._load(source))
             self._models[source] = task
-        # Shielded: one client that goes away must not stop the load for the others.
-        return await asyncio.shield(task)
+        try:
+            # Shielded: one client that goes away must not stop the load for the others.
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if task.cancelled():
+                raise EngineDead("the server is stopping") from None
+            raise
 
     def models(self) -> list[ModelInfo]:
         """The loaded models, then those that could be loaded without a download."""
@@ -121,9 +128,9 @@ class ModelHost:
         """Red from the moment an engine cannot compute until its model is loaded again."""
         if self._thread is None or self._thread.death is not None:
             return HealthStatus(False, self._thread.death or "not started" if self._thread else "not started")
-        for _, model in self._loaded():
-            if model.death is not None:
-                return HealthStatus(False, model.death)
+        deaths = [model.death for _, model in self._loaded() if model.death is not None]
+        for death in (*deaths, *self._deaths.values()):
+            return HealthStatus(False, death)
         return HealthStatus(True, "ok")
 
     def stats(self) -> dict[str, EngineStats]:
@@ -136,11 +143,15 @@ class ModelHost:
         return sum(model.num_in_flight for _, model in self._loaded())
 
     async def close(self, timeout: float) -> None:
-        """Let running requests finish for up to `timeout` seconds, cancel the rest, end the engine thread."""
+        """Give up loads, let requests finish for up to `timeout` seconds, cancel the rest, end the engine thread."""
+        self._is_closed = True
+        for task in self._models.values():
+            task.cancel()
         await asyncio.gather(*(model.drain(timeout) for _, model in self._loaded()))
         if self._thread is not None:
             await asyncio.get_running_loop().run_in_executor(None, self._thread.stop)
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        # Prompts still there are tokenised in vain: cancelled, they would look as if their clients had gone.
+        self._executor.shutdown(wait=False)
 
     def _loaded(self) -> list[tuple[ModelSource, ServedModel]]:
         return [
@@ -148,6 +159,17 @@ class ModelHost:
             for source, task in self._models.items()
             if task.done() and not task.cancelled() and task.exception() is None
         ]
+
+    def _is_lost(self, source: ModelSource, task: asyncio.Task[ServedModel]) -> bool:
+        """Whether a load ended without a model that can compute."""
+        if not task.done():
+            return False
+        if task.exception() is not None:
+            return True
+        death = task.result().death
+        if death is not None:
+            self._deaths[source] = death
+        return death is not None
 
     async def _load(self, source: ModelSource) -> ServedModel:
         thread, found = self._thread, self._device
@@ -186,6 +208,7 @@ class ModelHost:
             load_seconds=load_seconds,
             created=int(time.time()),
         )
+        self._deaths.pop(source, None)
         return ServedModel(
             description,
             tokenizer,
