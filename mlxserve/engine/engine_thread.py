@@ -140,9 +140,7 @@ class EngineThread:
         reason = "the server is stopping"
         try:
             while self._take_messages():
-                for handle in self._handles:
-                    if handle.engine.has_work:
-                        self._step(handle)
+                self._step_all()
         except BaseException as error:
             logger.critical("engine thread died", exc_info=True)
             reason = f"the engine thread died: {type(error).__name__}: {error}"
@@ -193,6 +191,12 @@ class EngineThread:
                         future.set_result(function())
                     except BaseException as error:
                         future.set_exception(error)
+
+    def _step_all(self) -> None:
+        # Not inlined in _run: a loop variable that lives on would keep the weights of a dead engine.
+        for handle in self._handles:
+            if handle.engine.has_work:
+                self._step(handle)
 
     def _step(self, handle: EngineHandle) -> None:
         try:

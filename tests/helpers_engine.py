@@ -1,0 +1,348 @@
+"""Engines without a model, and all that serves them as it is: thread, text, requests, host, HTTP."""
+
+import asyncio
+import contextlib
+import functools
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import tiny_tokenizers
+from helpers_scheduler import BLOCK_SIZE, next_state
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TextPrompt
+from mlxserve.core.request import FinishReason
+from mlxserve.core.sampling_params import SamplingParams
+from mlxserve.core.stats import RequestRecord
+from mlxserve.core.step import BlockTable, SampledToken, ScheduledStep, StepResult
+from mlxserve.engine.engine import Engine
+from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
+from mlxserve.engine.generation import Generation, ModelDescription, ServedModel
+from mlxserve.errors import MlxserveError
+from mlxserve.kv.block_pool import BlockPool
+from mlxserve.kv.layer_group import FullAttentionGroup
+from mlxserve.kv.manager import KVManager
+from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.scheduler import Scheduler
+from mlxserve.text.tokenizer import Tokenizer
+
+TIMEOUT = 20.0
+"""Seconds any one wait may take before it counts as a hang."""
+CONTEXT_LENGTH = 200
+LETTERS = "abcdefghijklmnop"
+
+
+def on_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """Run an async test to its end on an event loop of its own."""
+
+    @functools.wraps(test)
+    def run(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(*args, **kwargs), 2 * TIMEOUT))
+
+    return run
+
+
+@functools.cache
+def tokenizer() -> Tokenizer:
+    """Byte-level, and every letter a token."""
+    hf_tokenizer = tiny_tokenizers.byte_level()
+    return Tokenizer(hf_tokenizer, frozenset({hf_tokenizer.eos_token_id}))
+
+
+@functools.cache
+def letter_ids() -> tuple[int, ...]:
+    return tuple(tokenizer().hf_tokenizer.convert_tokens_to_ids(list(LETTERS)))
+
+
+def next_token(state: int) -> int:
+    return letter_ids()[(state >> 17) % len(LETTERS)]
+
+
+def expected_ids(prompt_ids: list[int], num_tokens: int) -> list[int]:
+    """The first tokens of the answer to a prompt."""
+    state = 0
+    for token_id in prompt_ids:
+        state = next_state(state, token_id)
+    answer = []
+    for _ in range(num_tokens):
+        answer.append(next_token(state))
+        state = next_state(state, answer[-1])
+    return answer
+
+
+def expected_text(prompt: str, num_tokens: int) -> str:
+    ids = expected_ids(tokenizer().encode(prompt, add_special_tokens=True), num_tokens)
+    return "".join(LETTERS[letter_ids().index(token_id)] for token_id in ids)
+
+
+class Gate:
+    """Holds a thread at every call until the test lets it go on."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Semaphore(0)
+        self._permits = threading.Semaphore(0)
+        self._is_open = False
+
+    def __call__(self, *_: object) -> None:
+        self._arrived.release()
+        if not self._is_open and not self._permits.acquire(timeout=TIMEOUT):
+            raise TimeoutError("nobody opened the gate")
+
+    async def arrival(self) -> None:
+        """Wait for the next call; each is waited for once."""
+        if not await asyncio.to_thread(self._arrived.acquire, timeout=TIMEOUT):
+            raise TimeoutError("nobody came to the gate")
+
+    def let_go(self) -> None:
+        """Let one call through, the one that waits or the next."""
+        self._permits.release()
+
+    def open(self) -> None:
+        self._is_open = True
+        self._permits.release()
+
+
+def passes(*_: object) -> None:
+    """What a runner does before a step where a test wants nothing else."""
+
+
+class FakeRunner:
+    """The next token is a function of all tokens before it, as far as the step's blocks hold them.
+
+    Reading a position that nothing wrote since reset() fails the step: no answer is right that was not computed whole.
+    """
+
+    def __init__(self, *, answer_length: int | None = None) -> None:
+        """`answer_length`: tokens before the end-of-sequence token; None for an endless answer."""
+        self.answer_length = answer_length
+        self.before_step: Callable[[ScheduledStep], None] = passes
+        """Called on the engine thread with each step; may wait, may raise."""
+        self.before_reset: Callable[[], None] = passes
+        self.steps: list[ScheduledStep] = []
+        self._states: dict[tuple[int, int], int] = {}
+
+    def run(self, step: ScheduledStep) -> StepResult:
+        self.steps.append(step)
+        self.before_step(step)
+        for copy in step.copies:
+            for offset in range(copy.num_tokens):
+                self._states[copy.target, offset] = self._states[copy.source, offset]
+        for chunk in step.prefill:
+            self._compute(chunk.token_ids, chunk.start, chunk.block_tables)
+        tokens = []
+        for row in step.decode:
+            state = self._compute((row.token_id,), row.start, row.block_tables)
+            ends = row.output_index == self.answer_length
+            tokens.append(SampledToken(min(tokenizer().eos_token_ids) if ends else next_token(state)))
+        return StepResult(step.step_id, tuple(tokens), prefill_time=0.001, decode_time=0.001)
+
+    def reset(self) -> None:
+        self.before_reset()
+        self._states.clear()
+
+    def _compute(self, token_ids: tuple[int, ...], start: int, tables: tuple[BlockTable, ...]) -> int:
+        (table,) = tables
+        state = self._states[table[(start - 1) // BLOCK_SIZE], (start - 1) % BLOCK_SIZE] if start else 0
+        for position, token_id in enumerate(token_ids, start):
+            state = next_state(state, token_id)
+            self._states[table[position // BLOCK_SIZE], position % BLOCK_SIZE] = state
+        return state
+
+
+def make_engine(runner: FakeRunner, config: EngineConfig, *, max_blocks: int = 128) -> Engine:
+    def make_scheduler() -> Scheduler:
+        group = FullAttentionGroup(BlockPool(max_blocks), BLOCK_SIZE)
+        budget = PrefillBudget(
+            max_prefill_tokens=config.max_prefill_tokens or 64, target_itl=config.target_itl_ms / 1000
+        )
+        return Scheduler(config, KVManager([group], block_size=BLOCK_SIZE, model_id="m"), budget)
+
+    return Engine(runner, make_scheduler)
+
+
+@dataclass
+class Recorder:
+    """An Observer that keeps everything."""
+
+    records: list[RequestRecord] = field(default_factory=list)
+    intervals: list[float] = field(default_factory=list)
+
+    def request_finished(self, record: RequestRecord) -> None:
+        self.records.append(record)
+
+    def inter_token_latency(self, model: str, seconds: float) -> None:
+        self.intervals.append(seconds)
+
+    def outcomes(self) -> dict[str, str]:
+        outcomes = {record.request_id: record.outcome for record in self.records}
+        assert len(outcomes) == len(self.records), "two records of one request"
+        return outcomes
+
+
+class Client:
+    """A sink that keeps what it is given and waits for the last of it."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self.ended: asyncio.Future[FinishReason | MlxserveError] = asyncio.get_running_loop().create_future()
+
+    def __call__(self, item: Computed | MlxserveError) -> None:
+        assert not self.ended.done(), f"{item} after the last event"
+        if isinstance(item, MlxserveError):
+            self.ended.set_result(item)
+            return
+        if item.output.token is not None:
+            self.token_ids.append(item.output.token.token_id)
+        if item.output.finish_reason is not None:
+            self.ended.set_result(item.output.finish_reason)
+
+    async def end(self) -> FinishReason | MlxserveError:
+        return await asyncio.wait_for(asyncio.shield(self.ended), TIMEOUT)
+
+
+@asynccontextmanager
+async def engine_thread() -> AsyncIterator[EngineThread]:
+    thread = EngineThread(asyncio.get_running_loop(), release_device=lambda: None)
+    thread.start()
+    try:
+        yield thread
+    finally:
+        await asyncio.wait_for(asyncio.to_thread(thread.stop), TIMEOUT)
+
+
+async def add_engine(thread: EngineThread, runner: FakeRunner, *, name: str = "m", **settings: Any) -> EngineHandle:
+    engine = make_engine(runner, EngineConfig(block_size=BLOCK_SIZE, **settings))
+    return await asyncio.wrap_future(thread.add_engine(name, engine))
+
+
+async def settled(thread: EngineThread) -> None:
+    """Wait until the thread has handled all messages sent so far, and the loop all that was delivered by then."""
+    await asyncio.wait_for(asyncio.wrap_future(thread.call(lambda: None)), TIMEOUT)
+    await asyncio.sleep(0)
+
+
+@dataclass
+class Served:
+    model: ServedModel
+    runner: FakeRunner
+    thread: EngineThread
+    observer: Recorder
+    executor: ThreadPoolExecutor
+
+    async def start(self, request_id: str = "r", prompt: str = "the cat", **fields: Any) -> Generation:
+        return await self.model.generate(make_generation_request(request_id, prompt, **fields))
+
+    async def settled(self) -> None:
+        await settled(self.thread)
+
+    async def idle(self) -> None:
+        """Wait until the engine has nothing to compute; then no request may hold a block."""
+        while self.model._handle.engine.has_work:
+            await self.settled()
+        assert self.model.stats().num_blocks_used == 0
+        await asyncio.wrap_future(self.thread.call(self.model._handle.engine.check_integrity))
+
+
+def make_generation_request(
+    request_id: str = "r",
+    prompt: str = "the cat",
+    *,
+    max_tokens: int | None = 8,
+    stop: tuple[str, ...] = (),
+    timeout: float | None = None,
+    **sampling: Any,
+) -> GenerationRequest:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling)
+    return GenerationRequest(request_id, TextPrompt(prompt), params, stop, timeout)
+
+
+@asynccontextmanager
+async def serving(
+    runner: FakeRunner | None = None, *, observer: Recorder | None = None, **settings: Any
+) -> AsyncIterator[Served]:
+    runner = runner or FakeRunner()
+    observer = observer or Recorder()
+    config = EngineConfig(block_size=BLOCK_SIZE, **settings)
+    with ThreadPoolExecutor(2) as executor:
+        async with engine_thread() as thread:
+            engine = make_engine(runner, config)
+            handle = await asyncio.wrap_future(thread.add_engine("fake", engine))
+            model = ServedModel(
+                make_description("fake"),
+                tokenizer(),
+                thread=thread,
+                handle=handle,
+                config=config,
+                executor=executor,
+                observer=observer,
+            )
+            try:
+                yield Served(model, runner, thread, observer, executor)
+            finally:
+                if isinstance(runner.before_step, Gate):
+                    runner.before_step.open()
+
+
+def make_description(name: str) -> ModelDescription:
+    return ModelDescription(
+        name=name,
+        context_length=CONTEXT_LENGTH,
+        architecture="fake",
+        num_parameters=0,
+        quantization="none",
+        default_sampling={},
+        load_seconds=0.0,
+        created=1,
+    )
+
+
+@dataclass
+class Answer:
+    """What somebody who read a generation to its end got."""
+
+    deltas: list[TextDelta] = field(default_factory=list)
+    finished: Finished | None = None
+    error: MlxserveError | None = None
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(delta.tokens) for delta in self.deltas)
+
+
+async def read(generation: Generation) -> Answer:
+    """Read to the end; what comes after the last event is an error."""
+    answer = Answer()
+    ends = 0
+    try:
+        async with asyncio.timeout(TIMEOUT):
+            async for event in generation:
+                assert ends == 0, f"{event} after the last event"
+                if isinstance(event, Finished):
+                    answer.finished = event
+                    ends += 1
+                else:
+                    answer.deltas.append(event)
+    except MlxserveError as error:
+        answer.error = error
+        ends += 1
+    assert ends == 1, f"{ends} last events"
+    async with asyncio.timeout(TIMEOUT):
+        assert [event async for event in generation] == []
+    return answer
+
+
+@contextlib.contextmanager
+def held(gate: Gate) -> Iterator[Gate]:
+    """Whatever happens, nobody waits at the gate afterwards."""
+    try:
+        yield gate
+    finally:
+        gate.open()
