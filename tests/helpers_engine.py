@@ -241,6 +241,7 @@ class Served:
 
     async def idle(self) -> None:
         """Wait until the engine has nothing to compute; then no request may hold a block."""
+        await self.settled()
         while self.model._handle.engine.has_work:
             await self.settled()
         assert self.model.stats().num_blocks_used == 0
@@ -262,14 +263,14 @@ def make_generation_request(
 
 @asynccontextmanager
 async def serving(
-    runner: FakeRunner | None = None, *, observer: Recorder | None = None, **settings: Any
+    runner: FakeRunner | None = None, *, observer: Recorder | None = None, max_blocks: int = 128, **settings: Any
 ) -> AsyncIterator[Served]:
     runner = runner or FakeRunner()
     observer = observer or Recorder()
     config = EngineConfig(block_size=BLOCK_SIZE, **settings)
     with ThreadPoolExecutor(2) as executor:
         async with engine_thread() as thread:
-            engine = make_engine(runner, config)
+            engine = make_engine(runner, config, max_blocks=max_blocks)
             handle = await asyncio.wrap_future(thread.add_engine("fake", engine))
             model = ServedModel(
                 make_description("fake"),
