@@ -18,7 +18,7 @@ from mlxserve.runner import cpu_ops, device
 from mlxserve.store import loader
 
 LENGTHS = (1, 2, 16, 33, 100)
-"""Prompt lengths: no chunk at all, one block, several chunks; past all windows and scaling limits of the tiny configs."""
+"""Prompt lengths: no chunk at all, one block, several chunks; past all windows and scaling limits below."""
 NUM_TOKENS = 42
 
 Load = Callable[..., tuple[nn.Module, BuiltEngine]]

@@ -15,14 +15,21 @@ from mlx_lm.generate import generate_step
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.step import SampledToken
+from mlxserve.core.step import DecodeRow, SampledToken
 from mlxserve.engine.engine import Engine
+from mlxserve.runner import cpu_ops
+from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
+from mlxserve.runner.paged_model import Kernels
+from mlxserve.store.loader import LoadedModel
 
 VOCABULARY = 420
 CONTEXT_LENGTH = 4096
 GREEDY = SamplingParams(temperature=0.0)
 NEAR_TIE = 1e-4
 """Difference of two logprobs below which rounding, which no two implementations share, may decide."""
+
+CPU_KERNELS = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp))
+STOCK_KERNELS = Kernels(lambda scores, maximum: mx.exp(scores - maximum), fused_attention)
 
 _COMMON = {
     "hidden_size": 64,
@@ -160,7 +167,7 @@ def make_request(
 
 
 def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[SampledToken]]:
-    """Add all requests at once and step until they ended: tokens by request id. After each step the books must agree."""
+    """Add all requests at once and step until they ended: tokens by request id. The books must agree after each."""
     tokens: dict[str, list[SampledToken]] = {request.request_id: [] for request in requests}
     reasons: dict[str, FinishReason] = {}
     for request in requests:
@@ -194,3 +201,23 @@ def reference(model: nn.Module, prompt_ids: Sequence[int], max_tokens: int) -> l
 def engine_config(**settings: Any) -> EngineConfig:
     """Small blocks, chunks and cache, so that short prompts take several of each."""
     return EngineConfig(**({"block_size": 16, "max_prefill_tokens": 32, "kv_cache_bytes": 32_000_000} | settings))
+
+
+def decode_row(request_id: str, token_id: int, start: int, table: tuple[int, ...]) -> DecodeRow:
+    return DecodeRow(request_id, token_id, start, (table,), GREEDY, 0, 0)
+
+
+def loaded(model: nn.Module) -> LoadedModel:
+    """What the loader makes of a model, for tests that have no files."""
+    return LoadedModel(
+        name="tiny",
+        model=model,
+        config={},
+        tokenizer=None,  # type: ignore[arg-type]
+        eos_token_ids=frozenset(),
+        context_length=CONTEXT_LENGTH,
+        num_parameters=0,
+        weight_bytes=0,
+        quantization="float32",
+        architecture="llama",
+    )

@@ -1,0 +1,106 @@
+"""The pools are written in place: no step copies one. And an engine that is dropped gives its memory back."""
+
+import gc
+
+import mlx.core as mx
+import pytest
+import tiny_models
+from tiny_models import CPU_KERNELS, decode_row
+
+from mlxserve.core.step import PrefillChunk, ScheduledStep
+from mlxserve.engine.build import build_engine
+from mlxserve.runner import device, probe
+from mlxserve.runner.model_runner import ModelRunner
+from mlxserve.runner.paged_model import PagedModel
+
+BLOCK_SIZE = 64
+NUM_BLOCKS = 1500
+NUM_ROWS = 4
+NUM_STEPS = 200
+
+
+@pytest.fixture
+def paged() -> PagedModel:
+    """A tiny model with a pool of 74 MB, thousands of times what a step computes with."""
+    model = tiny_models.build("llama")
+    paged = PagedModel(model, probe.layer_shapes(model), BLOCK_SIZE, CPU_KERNELS)
+    paged.storage.grow(NUM_BLOCKS)
+    return paged
+
+
+def decode_step(index: int) -> ScheduledStep:
+    tables = [tuple(range(1 + 10 * row, 9 + 10 * row)) for row in range(NUM_ROWS)]
+    rows = tuple(decode_row(f"{row}", (index + row) % 100, index, tables[row]) for row in range(NUM_ROWS))
+    return ScheduledStep(index, (), (), rows, (NUM_BLOCKS,))
+
+
+def rise_over(steps: list[ScheduledStep], runner: ModelRunner) -> int:
+    """Bytes that peak memory rises over what is active before."""
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    for step in steps:
+        runner.run(step)
+    return mx.get_peak_memory() - before
+
+
+def array_bytes(paged: PagedModel) -> int:
+    """One array of the pool: keys of one layer."""
+    num_arrays = 2 * 3
+    total = NUM_BLOCKS * paged.storage.bytes_per_block
+    assert total > 70_000_000
+    return total // num_arrays
+
+
+def test_decoding_copies_no_pool(paged: PagedModel) -> None:
+    runner = ModelRunner(paged, max_pass_tokens=256)
+    rise = rise_over([decode_step(index) for index in range(NUM_STEPS)], runner)
+    # Far stricter than a quarter of the pool: even the keys of a single layer were never there twice.
+    assert rise < array_bytes(paged) / 4
+
+
+def test_prefill_copies_no_pool(paged: PagedModel) -> None:
+    runner = ModelRunner(paged, max_pass_tokens=64)
+    table = tuple(range(1, 9))
+    chunks = [PrefillChunk("a", tuple(range(40)), 40 * index, (table,)) for index in range(10)]
+    rise = rise_over([ScheduledStep(i, (), (chunk,), (), (NUM_BLOCKS,)) for i, chunk in enumerate(chunks)], runner)
+    assert rise < array_bytes(paged) / 4
+
+
+def test_a_second_reference_to_a_pool_shows(paged: PagedModel) -> None:
+    """That these tests can fail: a reference held over a step makes MLX copy every array of the pool."""
+    runner = ModelRunner(paged, max_pass_tokens=256)
+    runner.run(decode_step(0))
+    held = paged.storage.arrays()
+    assert rise_over([decode_step(1)], runner) > 5 * array_bytes(paged)
+    del held
+    assert rise_over([decode_step(2)], runner) < array_bytes(paged) / 4
+
+
+def test_a_growing_pool_has_one_array_twice_at_most(paged: PagedModel) -> None:
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    paged.storage.grow(2 * NUM_BLOCKS)
+    grown = mx.get_active_memory() - before
+    assert grown == pytest.approx(6 * array_bytes(paged), rel=0.01)
+    # Twice one array: the old half of it, and what is put behind it while both are joined.
+    assert mx.get_peak_memory() - before - grown < 2.5 * array_bytes(paged)
+
+
+def test_an_engine_that_is_dropped_frees_its_memory() -> None:
+    def active() -> int:
+        gc.collect()
+        mx.clear_cache()
+        return mx.get_active_memory()
+
+    def serve(name: str) -> None:
+        loaded = tiny_models.loaded(tiny_models.build(name))
+        built = build_engine(loaded, tiny_models.engine_config(), device.detect(), 4096)
+        tiny_models.run(built.engine, [tiny_models.make_request("a", tiny_models.prompt(40), 10)])
+
+    # Once for what stays for good: modules of mlx-lm, compiled functions of ours.
+    for name in ("llama", "gemma3"):
+        serve(name)
+    before = active()
+    for name in ("llama", "gemma3"):
+        serve(name)
+    assert active() - before < 10_000
