@@ -8,8 +8,11 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import mlx.nn as nn
+import pytest
 import tiny_tokenizers
 from helpers_scheduler import BLOCK_SIZE, next_state
 
@@ -19,6 +22,8 @@ from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.stats import RequestRecord
 from mlxserve.core.step import BlockTable, SampledToken, ScheduledStep, StepResult
+from mlxserve.engine import model_host
+from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation, ModelDescription, ServedModel
@@ -26,8 +31,10 @@ from mlxserve.errors import MlxserveError
 from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
 from mlxserve.kv.manager import KVManager
+from mlxserve.runner.device import Device
 from mlxserve.scheduler.budget import PrefillBudget
 from mlxserve.scheduler.scheduler import Scheduler
+from mlxserve.store.loader import LoadedModel
 from mlxserve.text.tokenizer import Tokenizer
 
 TIMEOUT = 20.0
@@ -299,6 +306,53 @@ def make_description(name: str) -> ModelDescription:
         load_seconds=0.0,
         created=1,
     )
+
+
+class FakeBuild:
+    """In place of all that loads a model for ModelHost: each model is a tokenizer and a FakeRunner."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.loads: list[str] = []
+        """Names of the models whose load was begun."""
+        self.num_failed = 0
+        self.runners: list[FakeRunner] = []
+        """One for each model that was loaded, in order."""
+        self.load_error: Exception | None = None
+        self.before_load: Callable[[], None] = passes
+        self.before_build: Callable[[], None] = passes
+        monkeypatch.setattr(model_host.loader, "load", self._load)
+        monkeypatch.setattr(model_host.build, "build_engine", self._build_engine)
+        monkeypatch.setattr(model_host.build, "configure_device", self._configure_device)
+        monkeypatch.setattr(model_host.device, "release", passes)
+
+    def _configure_device(self) -> Device:
+        return Device("cpu", "fake", 0, "float32", max_pass_tokens=64, max_prefill_tokens=64)
+
+    def _load(self, path: Path, *, name: str, dtype_policy: str) -> LoadedModel:
+        self.loads.append(name)
+        self.before_load()
+        if self.load_error is not None:
+            self.num_failed += 1
+            raise self.load_error
+        return LoadedModel(
+            name=name,
+            model=nn.Module(),
+            config={},
+            tokenizer=tokenizer().hf_tokenizer,
+            eos_token_ids=tokenizer().eos_token_ids,
+            context_length=CONTEXT_LENGTH,
+            num_parameters=0,
+            weight_bytes=0,
+            quantization="none",
+            architecture="fake",
+        )
+
+    def _build_engine(
+        self, loaded: LoadedModel, config: EngineConfig, found: Device, context_length: int
+    ) -> BuiltEngine:
+        self.before_build()
+        self.runners.append(FakeRunner())
+        return BuiltEngine(make_engine(self.runners[-1], config), context_length, uses_block_cache=True)
 
 
 @dataclass
