@@ -145,7 +145,7 @@ class FakeRunner:
             state = self._compute((row.token_id,), row.start, row.block_tables)
             ends = row.output_index == self.answer_length
             tokens.append(SampledToken(min(tokenizer().eos_token_ids) if ends else next_token(state)))
-        return StepResult(step.step_id, tuple(tokens), prefill_time=0.001, decode_time=0.001)
+        return StepResult(step.step_id, tuple(tokens), 0.001 * step.num_prefill_tokens, decode_time=0.001)
 
     def reset(self) -> None:
         self.before_reset()
