@@ -18,6 +18,7 @@ from mlxserve.core.step import BlockCopy, DecodeRow, PrefillChunk, ScheduledStep
 from mlxserve.engine.build import build_engine
 from mlxserve.errors import EngineError
 from mlxserve.runner import cpu_ops, device, probe
+from mlxserve.runner.compiled import CompiledByShape
 from mlxserve.runner.fallback_runner import FallbackRunner
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
 from mlxserve.runner.model_runner import ModelRunner
@@ -334,3 +335,16 @@ def test_configuring_bounds_the_cache_of_freed_buffers(monkeypatch: pytest.Monke
     cpu = device.Device("cpu", "CPU", 1_000_000, "float32", max_pass_tokens=1, max_prefill_tokens=1)
     device.configure(cpu)
     assert limits == [50_000]
+
+
+def test_compiled_functions_keep_the_shapes_used_last() -> None:
+    traced: list[int] = []
+
+    def function(x: mx.array) -> mx.array:
+        traced.append(x.size)
+        return x + 1
+
+    compiled = CompiledByShape(function, max_traces=2)
+    for size in (1, 2, 1, 2, 3, 2, 3, 1, 3):
+        assert compiled(size, mx.zeros(size)).tolist() == [1.0] * size
+    assert traced == [1, 2, 3, 1]

@@ -20,8 +20,10 @@ from mlxserve.core.step import BlockTable
 from mlxserve.runner.attention import decode, prefill
 from mlxserve.runner.attention.decode import DecodeInputs, PairInputs, ShiftedExp
 from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
+from mlxserve.runner.compiled import CompiledByShape
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
 
+MAX_DECODE_TRACES = 64
 ATTENTION_FUNCTION = "scaled_dot_product_attention"
 
 
@@ -157,7 +159,7 @@ class PagedModel:
         self._model = model
         self._num_kv_heads = shapes[0].num_kv_heads
         self._views = [make_view(kernels) for _ in shapes]
-        self._compiled_decode = mx.compile(self._decode)
+        self._compiled_decode = CompiledByShape(self._decode, MAX_DECODE_TRACES)
         route_attention(model)
 
     def decode(self, token_ids: Sequence[int], starts: Sequence[int], tables: Sequence[BlockTable]) -> mx.array:
@@ -166,11 +168,14 @@ class PagedModel:
         padding = [0] * (row_bucket(num_rows) - num_rows)
         block_size = self.storage.block_size
         blocks = [table[start // block_size] for start, table in zip(starts, tables, strict=True)]
+        inputs = DecodeInputs.build(starts, tables, block_size, num_rows + len(padding))
+        logits: mx.array
         logits, keys, values = self._compiled_decode(
+            (self.storage.num_blocks, *inputs.pair_rows.shape, *inputs.row_pairs.shape),
             mx.array([*token_ids, *padding]),
             mx.array([*starts, *padding]),
             mx.array([*blocks, *padding]),
-            tuple(DecodeInputs.build(starts, tables, block_size, num_rows + len(padding))),
+            tuple(inputs),
             *self.storage.take(),
         )
         self.storage.put((keys, values))
