@@ -99,10 +99,14 @@ class Gate:
         if not self._is_open and not self._permits.acquire(timeout=TIMEOUT):
             raise TimeoutError("nobody opened the gate")
 
-    async def arrival(self) -> None:
+    def wait(self) -> None:
         """Wait for the next call; each is waited for once."""
-        if not await asyncio.to_thread(self._arrived.acquire, timeout=TIMEOUT):
+        if not self._arrived.acquire(timeout=TIMEOUT):
             raise TimeoutError("nobody came to the gate")
+
+    async def arrival(self) -> None:
+        """wait() on the event loop."""
+        await asyncio.to_thread(self.wait)
 
     def let_go(self) -> None:
         """Let one call through, the one that waits or the next."""
