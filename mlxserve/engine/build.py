@@ -23,6 +23,7 @@ from mlxserve.runner.device import Device
 from mlxserve.runner.fallback_runner import FallbackRunner
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
+from mlxserve.runner.rotary import Rotations
 from mlxserve.scheduler.budget import PrefillBudget
 from mlxserve.scheduler.scheduler import Scheduler
 from mlxserve.store.loader import LoadedModel
@@ -93,7 +94,7 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
     if found.is_metal:
         kernels = Kernels(_shifted_exp, fused_attention)
     else:
-        kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp))
+        kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
         cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
     shapes = probe.layer_shapes(loaded.model)
     probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)

@@ -1,5 +1,6 @@
 """What this machine computes on. The rest of the code asks this module and never the platform."""
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,8 @@ def configure(device: Device) -> None:
     """Set MLX's process-wide limits for a device. Call once, on the engine thread, before anything is loaded."""
     if device.is_metal:
         mx.set_wired_limit(device.memory_budget)
+    else:
+        _keep_freed_memory()
     mx.set_cache_limit(int(device.memory_budget * BUFFER_CACHE_SHARE))
 
 
@@ -56,6 +59,22 @@ def release() -> None:
     """End what MLX runs for this thread. Call last on a thread that used MLX: its streams must not outlive it."""
     mx.synchronize()
     mx.clear_streams()
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse the memory of freed arrays instead of giving it back to the system.
+
+    MLX's CPU backend has no buffer cache: every array is a malloc. glibc maps large ones afresh and unmaps them when
+    they are freed, so that each pass touches new pages; faulting those in can take longer than the pass's attention.
+    The values are the largest that mallopt(3) takes. Where there is no glibc nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except AttributeError:
+        return
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    mallopt(m_mmap_threshold, 32 * 1024 * 1024)
+    mallopt(m_trim_threshold, 2**31 - 1)
 
 
 def _linux_memory() -> int:

@@ -17,11 +17,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from mlxserve.core.step import BlockTable
+from mlxserve.runner import rotary
 from mlxserve.runner.attention import decode, prefill
 from mlxserve.runner.attention.decode import DecodeInputs, PairInputs, ShiftedExp
 from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
 from mlxserve.runner.compiled import CompiledByShape
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
+from mlxserve.runner.rotary import Rotations
 
 MAX_DECODE_TRACES = 64
 ATTENTION_FUNCTION = "scaled_dot_product_attention"
@@ -37,6 +39,8 @@ class Kernels:
 
     shifted_exp: ShiftedExp
     chunk_attention: ChunkAttention
+    rotations: Rotations | None = None
+    """Where layers share the matrices of their rotary embedding; None: each layer calls its own."""
 
 
 class _Pass:
@@ -158,9 +162,12 @@ class PagedModel:
         self.storage = KVStorage(shapes, block_size)
         self._model = model
         self._num_kv_heads = shapes[0].num_kv_heads
+        self._rotations = kernels.rotations
         self._views = [make_view(kernels) for _ in shapes]
         self._compiled_decode = CompiledByShape(self._decode, MAX_DECODE_TRACES)
         route_attention(model)
+        if kernels.rotations is not None:
+            rotary.share(model, kernels.rotations, shapes[0].key_dim)
 
     def decode(self, token_ids: Sequence[int], starts: Sequence[int], tables: Sequence[BlockTable]) -> mx.array:
         """One token of each sequence at position starts[i]. Returns logits, (rows, vocabulary), unevaluated."""
@@ -218,12 +225,16 @@ class PagedModel:
         """Run the model on (tokens,) ids; returns (tokens, vocabulary) logits and the pools after the pass."""
         for view, layer_keys, layer_values in zip(self._views, keys, values, strict=True):
             view.bind(layer_keys, layer_values, current)
+        if self._rotations is not None:
+            self._rotations.begin(current.positions)
         try:
             logits = self._model(token_ids[:, None], cache=self._views)[:, 0]
             for view in self._views:
                 view.check_used()
         finally:
             pools = [view.unbind() for view in self._views]
+            if self._rotations is not None:
+                self._rotations.end()
         return logits, [keys for keys, _ in pools], [values for _, values in pools]
 
 

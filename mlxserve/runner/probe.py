@@ -92,10 +92,10 @@ def _compare(
     """One sequence in one pass over mlx-lm's caches, against two chunks and a decode row over the block cache."""
     token_ids = [(7 * i * i + 3 * i) % SMALLEST_VOCABULARY for i in range(NUM_PROBE_TOKENS)]
     expected = model(mx.array([token_ids]), cache=caches)[0, -1]
-    paged = PagedModel(model, shapes, PROBE_BLOCK_SIZE, kernels, make_view)
     table = (3, 1, 2)
-    paged.storage.grow(4)
     try:
+        paged = PagedModel(model, shapes, PROBE_BLOCK_SIZE, kernels, make_view)
+        paged.storage.grow(4)
         for start, end in ((0, 10), (10, NUM_PROBE_TOKENS - 1)):
             paged.prefill([(token_ids[start:end], start, table)])
             mx.eval(paged.storage.arrays())
