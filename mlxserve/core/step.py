@@ -39,7 +39,8 @@ class DecodeRow:
     """Compute position `start`, whose token is `token_id`, and choose the token after it."""
 
     request_id: str
-    token_id: int
+    token_id: int | None
+    """None: the token that this request's row of the step before chooses, which is not known yet."""
     start: int
     block_tables: tuple[BlockTable, ...]
     sampling: SamplingParams

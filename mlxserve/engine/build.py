@@ -10,11 +10,10 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from mlxserve.config import EngineConfig
-from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep
+from mlxserve.engine import warm_up
 from mlxserve.engine.engine import Engine, Runner
 from mlxserve.errors import ModelLoadError
-from mlxserve.kv.block_pool import INITIAL_BLOCKS, BlockPool
+from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
 from mlxserve.kv.manager import KVManager
 from mlxserve.runner import cpu_ops, device, probe
@@ -34,8 +33,6 @@ HEADROOM = 0.1
 """Share of the memory budget left to the arrays of a step."""
 MAX_FALLBACK_SEQS = 4
 """Sequences a model on mlx-lm's own caches runs at a time: these caches grow outside of any accounting."""
-WARM_UP_CHUNKS = (16, 64, 256)
-WARM_UP_ROWS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +59,7 @@ def build_engine(loaded: LoadedModel, config: EngineConfig, found: Device, conte
     """
     started = time.perf_counter()
     runner: Runner
+    ahead_runner: ModelRunner | None = None
     try:
         paged = _paged_model(loaded, config, found)
     except UnsupportedByBlockCache as reason:
@@ -70,14 +68,16 @@ def build_engine(loaded: LoadedModel, config: EngineConfig, found: Device, conte
         config = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, MAX_FALLBACK_SEQS))
         max_blocks = 0
     else:
-        runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens)
+        runner = ahead_runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens)
         max_blocks = _max_blocks(loaded, config, found, paged.storage.bytes_per_block)
         context_length = min(context_length, (max_blocks - 1) * config.block_size)
     budget = PrefillBudget(
         max_prefill_tokens=config.max_prefill_tokens or found.max_prefill_tokens,
         target_itl=config.target_itl_ms / 1000,
     )
-    _warm_up(runner, budget, config, num_groups=min(max_blocks, 1))
+    warm_up.run(runner, budget, config, num_groups=min(max_blocks, 1))
+    if ahead_runner is not None and not warm_up.gains_by_running_ahead(ahead_runner, config):
+        ahead_runner = None
     logger.info(
         "%s is ready: context length %d, %s, warm-up %.1f s",
         loaded.name,
@@ -85,9 +85,8 @@ def build_engine(loaded: LoadedModel, config: EngineConfig, found: Device, conte
         f"{max_blocks} KV blocks of {config.block_size} tokens" if max_blocks else "no block cache",
         time.perf_counter() - started,
     )
-    return BuiltEngine(
-        Engine(runner, _scheduler_maker(loaded.name, config, budget, max_blocks)), context_length, max_blocks > 0
-    )
+    make_scheduler = _scheduler_maker(loaded.name, config, budget, max_blocks)
+    return BuiltEngine(Engine(runner, make_scheduler, ahead_runner), context_length, uses_block_cache=max_blocks > 0)
 
 
 def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> PagedModel:
@@ -136,29 +135,3 @@ def _scheduler_maker(
         return Scheduler(config, kv, budget)
 
     return make
-
-
-def _warm_up(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_groups: int) -> None:
-    """Run a spread of steps on the scratch block: kernels get compiled, and the cost model its first measurements.
-
-    Each load runs twice; only the second is measured.
-    """
-    longest = max(WARM_UP_CHUNKS)
-    tables = ((0,) * (longest // config.block_size + 1),) * num_groups
-    greedy = SamplingParams(temperature=0.0)
-    # Alone, a prompt is never weighed against streams: nothing to measure, only kernels to compile.
-    sizes = WARM_UP_CHUNKS if config.max_num_seqs > 1 else WARM_UP_CHUNKS[:1]
-    loads: list[tuple[tuple[PrefillChunk, ...], tuple[DecodeRow, ...]]] = [
-        ((PrefillChunk("warm-up-0", (0,) * size, 0, tables),), ()) for size in sizes
-    ]
-    # Rows of a runner with caches of its own go on where the chunk of the same request ended.
-    num_rows = [count for count in WARM_UP_ROWS if count <= config.max_num_seqs] if num_groups else [1]
-    for count in num_rows:
-        rows = tuple(DecodeRow(f"warm-up-{i}", 0, longest, tables, greedy, 0, 0) for i in range(count))
-        loads.append(((), rows))
-    num_blocks = (INITIAL_BLOCKS,) * num_groups
-    for prefill, decode in loads:
-        step = ScheduledStep(0, (), prefill, decode, num_blocks)
-        runner.run(step)
-        budget.observe(step, runner.run(step))
-    runner.run(ScheduledStep(0, (), (), (), num_blocks, released=("warm-up-0",)))

@@ -3,7 +3,7 @@
 import logging
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.stats import EngineStats
@@ -11,6 +11,8 @@ from mlxserve.core.step import RequestOutput, ScheduledStep, StepResult
 from mlxserve.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 class Runner(Protocol):
@@ -20,6 +22,18 @@ class Runner(Protocol):
 
     def reset(self) -> None:
         """Forget every sequence and every block's contents; weights stay."""
+        ...
+
+
+class AheadRunner(Runner, Protocol):
+    """A runner that can be given a step before it is asked for the result of the one before."""
+
+    def start(self, step: ScheduledStep, after: Any) -> Any:
+        """Give a step to the device; `after` is what start() returned for the step before it, None if there is none."""
+        ...
+
+    def finish(self, started: Any) -> StepResult:
+        """Wait for a started step."""
         ...
 
 
@@ -33,8 +47,13 @@ class Engine:
     After StepFailed, or any error that a method does not name, the cache is in an unknown state: rebuild() must follow.
     """
 
-    def __init__(self, runner: Runner, make_scheduler: Callable[[], Scheduler]) -> None:
+    def __init__(
+        self, runner: Runner, make_scheduler: Callable[[], Scheduler], ahead_runner: AheadRunner | None = None
+    ) -> None:
+        """`ahead_runner`: the runner again, if steps are to be given to it one ahead of their results."""
         self._runner = runner
+        self._ahead_runner = ahead_runner
+        self._in_flight: tuple[ScheduledStep, Any] | None = None
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
         self._num_failures_in_a_row = 0
@@ -67,16 +86,35 @@ class Engine:
         Raises:
             StepFailed: computing it failed; only the requests that stood in it are lost.
         """
+        if self._ahead_runner is not None:
+            return self._step_ahead(self._ahead_runner)
         step = self._scheduler.schedule(time.monotonic())
         if step is None:
             return self._scheduler.take_finished()
-        try:
-            result = self._runner.run(step)
-        except Exception as error:
-            raise StepFailed from error
-        outputs = self._scheduler.update(step, result, time.monotonic())
+        result = _computed(self._runner.run, step)
         self._num_failures_in_a_row = 0
-        return outputs
+        return self._scheduler.update(step, result, time.monotonic())
+
+    def _step_ahead(self, runner: AheadRunner) -> list[RequestOutput]:
+        """The same with the next step on the device before this one's result is looked at.
+
+        While streams run and nothing else, scheduling, stop conditions and delivery of one step happen beside the
+        computation of the next. Anything that needs the result first (a prompt, a lack of blocks) waits for it.
+        """
+        if self._in_flight is None:
+            step = self._scheduler.schedule(time.monotonic())
+            if step is None:
+                return self._scheduler.take_finished()
+            started = _computed(runner.start, step, None)
+        else:
+            step, started = self._in_flight
+            self._in_flight = None
+        ahead = self._scheduler.schedule_ahead(step, time.monotonic())
+        if ahead is not None:
+            self._in_flight = ahead, _computed(runner.start, ahead, started)
+        result = _computed(runner.finish, started)
+        self._num_failures_in_a_row = 0
+        return self._scheduler.update(step, result, time.monotonic())
 
     def rebuild(self, *, keep_requests: bool) -> list[RequestOutput]:
         """Start over with an empty cache, on the same weights.
@@ -85,6 +123,7 @@ class Engine:
         step and go on with the others. Else every request is forgotten.
         """
         self._num_failures_in_a_row += 1
+        self._in_flight = None
         self._runner.reset()
         scheduler = self._make_scheduler()
         outputs = scheduler.take_over(self._scheduler) if keep_requests else []
@@ -96,3 +135,10 @@ class Engine:
 
     def stats(self) -> EngineStats:
         return self._scheduler.stats()
+
+
+def _computed(function: Callable[..., T], *arguments: Any) -> T:
+    try:
+        return function(*arguments)
+    except Exception as error:
+        raise StepFailed from error

@@ -2,18 +2,36 @@
 
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxserve.core.step import BlockTable, DecodeRow, PrefillChunk, SampledToken, ScheduledStep, StepResult
+from mlxserve.core.step import BlockTable, DecodeRow, PrefillChunk, ScheduledStep, StepResult
+from mlxserve.errors import EngineError
 from mlxserve.runner.paged_model import PagedModel
-from mlxserve.runner.sampler import Sampler
+from mlxserve.runner.sampler import SampleOutput, Sampler
 
 Piece = tuple[Sequence[int], int, BlockTable]
 """Token ids, position of the first one, block table."""
 
 # MLX keeps buffers of freed arrays by size; sizes change as contexts grow, so what no longer fits is let go.
 STEPS_BETWEEN_CLEARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class StartedStep:
+    """A step that was given to the device."""
+
+    step: ScheduledStep
+    sampled: SampleOutput | None
+    """Tokens of its decode rows; None if it has none."""
+    begin: float
+    prefilled: float
+    """time.perf_counter() when its first and its decode work could begin."""
+
+    def wait(self) -> None:
+        if self.sampled is not None:
+            mx.eval(self.sampled.arrays())
 
 
 class ModelRunner:
@@ -26,7 +44,15 @@ class ModelRunner:
         self._num_steps = 0
 
     def run(self, step: ScheduledStep) -> StepResult:
-        started = time.perf_counter()
+        return self.finish(self.start(step, None))
+
+    def start(self, step: ScheduledStep, after: StartedStep | None) -> StartedStep:
+        """Do all of a step but wait for its decode rows.
+
+        With `after`, the step before, which may be under way: the graph of this one is built meanwhile, and given to
+        the device when that one has ended. Not earlier: writing to a pool that a step under way still reads copies it.
+        """
+        begin = time.perf_counter()
         storage = self._model.storage
         storage.grow(step.num_blocks[0])
         if step.copies:
@@ -35,23 +61,43 @@ class ModelRunner:
             self._model.prefill(pieces)
             mx.eval(storage.arrays())
         prefilled = time.perf_counter()
-        tokens = self._decode(step.decode) if step.decode else ()
+        sampled = self._decode(step.decode, after) if step.decode else None
+        if after is not None:
+            after.wait()
+            begin = prefilled = time.perf_counter()
+        if sampled is not None:
+            mx.async_eval(sampled.arrays(), storage.arrays())  # type: ignore[no-untyped-call]
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_CLEARS == 0:
             mx.clear_cache()
-        return StepResult(step.step_id, tokens, prefilled - started, time.perf_counter() - prefilled)
+        return StartedStep(step, sampled, begin, prefilled)
+
+    def finish(self, started: StartedStep) -> StepResult:
+        """Wait for a step's tokens."""
+        started.wait()
+        end = time.perf_counter()
+        tokens = () if started.sampled is None else started.sampled.collect()
+        return StepResult(started.step.step_id, tokens, started.prefilled - started.begin, end - started.prefilled)
 
     def reset(self) -> None:
         self._model.storage.clear()
 
-    def _decode(self, rows: Sequence[DecodeRow]) -> tuple[SampledToken, ...]:
+    def _decode(self, rows: Sequence[DecodeRow], after: StartedStep | None) -> SampleOutput:
         logits = self._model.decode(
-            [row.token_id for row in rows], [row.start for row in rows], [row.block_tables[0] for row in rows]
+            _token_ids(rows, after), [row.start for row in rows], [row.block_tables[0] for row in rows]
         )
-        sampled = self._sampler.sample(logits, rows)
-        del logits
-        mx.eval(sampled.arrays(), self._model.storage.arrays())
-        return sampled.collect()
+        return self._sampler.sample(logits, rows)
+
+
+def _token_ids(rows: Sequence[DecodeRow], after: StartedStep | None) -> list[int] | mx.array:
+    """The rows' tokens; those not known yet are taken from the step before, where they are being computed."""
+    known = [row.token_id for row in rows if row.token_id is not None]
+    if len(known) == len(rows):
+        return known
+    if known or after is None or after.sampled is None:
+        raise EngineError("a step ahead needs the step before it, and tokens of that one only")
+    row_of = {row.request_id: index for index, row in enumerate(after.step.decode)}
+    return after.sampled.token_ids[mx.array([row_of[row.request_id] for row in rows])]
 
 
 def _passes(chunks: Sequence[PrefillChunk], max_tokens: int) -> Iterator[list[Piece]]:

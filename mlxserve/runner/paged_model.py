@@ -169,9 +169,14 @@ class PagedModel:
         if kernels.rotations is not None:
             rotary.share(model, kernels.rotations, shapes[0].key_dim)
 
-    def decode(self, token_ids: Sequence[int], starts: Sequence[int], tables: Sequence[BlockTable]) -> mx.array:
-        """One token of each sequence at position starts[i]. Returns logits, (rows, vocabulary), unevaluated."""
-        num_rows = len(token_ids)
+    def decode(
+        self, token_ids: Sequence[int] | mx.array, starts: Sequence[int], tables: Sequence[BlockTable]
+    ) -> mx.array:
+        """One token of each sequence at position starts[i]. Returns logits, (rows, vocabulary), unevaluated.
+
+        `token_ids` may be an array that is still being computed.
+        """
+        num_rows = len(starts)
         padding = [0] * (row_bucket(num_rows) - num_rows)
         block_size = self.storage.block_size
         blocks = [table[start // block_size] for start, table in zip(starts, tables, strict=True)]
@@ -179,7 +184,7 @@ class PagedModel:
         logits: mx.array
         logits, keys, values = self._compiled_decode(
             (self.storage.num_blocks, *inputs.pair_rows.shape, *inputs.row_pairs.shape),
-            mx.array([*token_ids, *padding]),
+            mx.pad(token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids)), (0, len(padding))),
             mx.array([*starts, *padding]),
             mx.array([*blocks, *padding]),
             tuple(inputs),

@@ -1,5 +1,6 @@
 """Chooses what every step computes. A request wants its uncomputed tokens; there are no phases beyond that."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlxserve.config import EngineConfig
@@ -96,7 +97,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether schedule() or take_finished() has something to give."""
-        return bool(self._requests or self._released or self._finished)
+        return bool(self._requests or self._released or self._finished or self._flights)
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -162,6 +163,29 @@ class Scheduler:
         if not plan.streams and not plan.chunks() and not plan.rows() and not self._released:
             return None
         return self._give_out(plan)
+
+    def schedule_ahead(self, step: ScheduledStep, now: float) -> ScheduledStep | None:
+        """The step after `step`, whose result is not in yet, so that the device need not wait for the scheduler.
+
+        Only where nothing but streams wants to run: each row of `step` goes on by one token, whose id the device knows.
+        A row that `step` turns out to end is computed for nothing, and update() drops it. None: wait for the result.
+        """
+        flight = self._flights[step.step_id]
+        rows = [request for request in flight.rows if request.status is RequestStatus.RUNNING]
+        can_start_more = bool(self._waiting) and len(self._running) < self._config.max_num_seqs
+        if flight.chunks or len(rows) < len(self._running) or can_start_more:
+            return None
+        if any(request.deadline is not None and request.deadline <= now for request in self._requests.values()):
+            return None
+        rows = [request for request in rows if request.num_tokens + 1 < request.max_total_tokens]
+        for request in rows:
+            if not self._kv.can_extend(request, request.num_tokens + 1):
+                return None
+            self._kv.extend(request, request.num_tokens + 1)
+        if not rows:
+            return None
+        decode = [self._decode_row(request, None, request.num_tokens) for request in rows]
+        return self._launch(_Flight(chunks=[], rows=rows), (), (), decode)
 
     def update(self, step: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
         """Take a step's result: outputs of every request that got a token or ended.
@@ -316,30 +340,41 @@ class Scheduler:
 
     def _give_out(self, plan: _Plan) -> ScheduledStep:
         flight = _Flight(chunks=plan.chunks(), rows=plan.rows())
+        prefill = [
+            PrefillChunk(
+                request_id=request.request_id,
+                token_ids=tuple(request.token_ids[request.num_computed_tokens : end]),
+                start=request.num_computed_tokens,
+                block_tables=self._kv.block_tables(request),
+            )
+            for request, end in flight.chunks
+        ]
+        decode = [self._decode_row(request, request.token_ids[-1], request.num_tokens - 1) for request in flight.rows]
+        return self._launch(flight, plan.copies, prefill, decode)
+
+    def _decode_row(self, request: Request, token_id: int | None, start: int) -> DecodeRow:
+        return DecodeRow(
+            request_id=request.request_id,
+            token_id=token_id,
+            start=start,
+            block_tables=self._kv.block_tables(request),
+            sampling=request.sampling,
+            seed=request.seed,
+            output_index=start + 1 - request.num_prompt_tokens,
+        )
+
+    def _launch(
+        self,
+        flight: _Flight,
+        copies: Sequence[BlockCopy],
+        prefill: Sequence[PrefillChunk],
+        decode: Sequence[DecodeRow],
+    ) -> ScheduledStep:
         step = ScheduledStep(
             step_id=self._num_steps,
-            copies=tuple(plan.copies),
-            prefill=tuple(
-                PrefillChunk(
-                    request_id=request.request_id,
-                    token_ids=tuple(request.token_ids[request.num_computed_tokens : end]),
-                    start=request.num_computed_tokens,
-                    block_tables=self._kv.block_tables(request),
-                )
-                for request, end in flight.chunks
-            ),
-            decode=tuple(
-                DecodeRow(
-                    request_id=request.request_id,
-                    token_id=request.token_ids[-1],
-                    start=request.num_tokens - 1,
-                    block_tables=self._kv.block_tables(request),
-                    sampling=request.sampling,
-                    seed=request.seed,
-                    output_index=request.num_output_tokens,
-                )
-                for request in flight.rows
-            ),
+            copies=tuple(copies),
+            prefill=tuple(prefill),
+            decode=tuple(decode),
             num_blocks=self._kv.num_blocks,
             released=tuple(self._released),
         )

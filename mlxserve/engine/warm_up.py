@@ -1,0 +1,81 @@
+"""What a new engine does before its first request: compile its kernels, and measure what the scheduler goes by.
+
+All steps here work on the scratch block, so they leave nothing behind.
+"""
+
+import logging
+import statistics
+import time
+from collections.abc import Sequence
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.sampling_params import SamplingParams
+from mlxserve.core.step import BlockTable, DecodeRow, PrefillChunk, ScheduledStep
+from mlxserve.engine.engine import Runner
+from mlxserve.kv.block_pool import INITIAL_BLOCKS
+from mlxserve.runner.model_runner import ModelRunner
+from mlxserve.scheduler.budget import PrefillBudget
+
+logger = logging.getLogger(__name__)
+
+CHUNKS = (16, 64, 256)
+ROWS = (1, 2, 4, 8)
+START = max(CHUNKS)
+"""Position of all decode rows."""
+AHEAD_STEPS = 6
+MIN_GAIN = 0.02
+"""Running ahead costs a discarded row where a stream ends; it has to be worth more."""
+
+
+def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_groups: int) -> None:
+    """Run a spread of steps twice: the first compiles, the second tells the budget how long they take."""
+    # Alone, a prompt is never weighed against streams: nothing to measure, only kernels to compile.
+    sizes = CHUNKS if config.max_num_seqs > 1 else CHUNKS[:1]
+    tables = _tables(config, num_groups)
+    loads: list[tuple[Sequence[PrefillChunk], Sequence[DecodeRow]]] = [
+        ((PrefillChunk("warm-up-0", (0,) * size, 0, tables),), ()) for size in sizes
+    ]
+    # Rows of a runner with caches of its own go on where the chunk of the same request ended.
+    loads += [((), _rows(count, tables)) for count in ROWS[: None if num_groups else 1] if count <= config.max_num_seqs]
+    for prefill, decode in loads:
+        step = _step(prefill, decode, num_groups)
+        runner.run(step)
+        budget.observe(step, runner.run(step))
+    runner.run(_step((), (), num_groups, released=("warm-up-0",)))
+
+
+def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig) -> bool:
+    """Whether streams go faster when a step is built while the one before it is computed. Measured, in turns."""
+    known = _step((), _rows(1, _tables(config, 1)), 1)
+    unknown = _step((), _rows(1, _tables(config, 1), token_id=None), 1)
+    plain: list[float] = []
+    ahead: list[float] = []
+    for _ in range(AHEAD_STEPS):
+        began = time.perf_counter()
+        runner.run(known)
+        runner.run(known)
+        plain.append(time.perf_counter() - began)
+        began = time.perf_counter()
+        first = runner.start(known, None)
+        second = runner.start(unknown, first)
+        runner.finish(first)
+        runner.finish(second)
+        ahead.append(time.perf_counter() - began)
+    ratio = statistics.median(ahead) / statistics.median(plain)
+    logger.debug("a pair of decode steps takes %.2f of its time when the second is built ahead", ratio)
+    return ratio < 1 - MIN_GAIN
+
+
+def _tables(config: EngineConfig, num_groups: int) -> tuple[BlockTable, ...]:
+    return ((0,) * (START // config.block_size + 1),) * num_groups
+
+
+def _rows(count: int, tables: tuple[BlockTable, ...], token_id: int | None = 0) -> tuple[DecodeRow, ...]:
+    greedy = SamplingParams(temperature=0.0)
+    return tuple(DecodeRow(f"warm-up-{index}", token_id, START, tables, greedy, 0, 0) for index in range(count))
+
+
+def _step(
+    prefill: Sequence[PrefillChunk], decode: Sequence[DecodeRow], num_groups: int, released: tuple[str, ...] = ()
+) -> ScheduledStep:
+    return ScheduledStep(0, (), tuple(prefill), tuple(decode), (INITIAL_BLOCKS,) * num_groups, released)
