@@ -1,0 +1,238 @@
+"""The documents say what the code does: fields, errors, metrics, settings, flags, and links that lead somewhere."""
+
+import dataclasses
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pydantic import ValidationError
+
+from mlxserve.api.metrics import Metrics
+from mlxserve.api.openai import errors as openai_errors
+from mlxserve.api.openai.convert import chat_request
+from mlxserve.api.openai.reply import timings_object
+from mlxserve.api.openai.schema import (
+    ChatCompletionRequest,
+    CompletionFields,
+    CompletionRequest,
+    FunctionCall,
+    Message,
+    StreamOptions,
+    TextPart,
+    ToolCall,
+    WireModel,
+)
+from mlxserve.cli import repl
+from mlxserve.cli.app import app
+from mlxserve.config import EngineConfig, ServerConfig
+from mlxserve.core.generation import Timings, Usage
+from mlxserve.core.stats import EngineStats
+
+ROOT = Path(__file__).parent.parent
+API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+Row = list[str]
+
+
+def table(page: str, heading: str) -> list[Row]:
+    """The rows of all tables under a heading, without their header lines."""
+    _, found, rest = page.partition(f"\n{heading}\n")
+    assert found, f"no heading {heading!r}"
+    section = re.split(r"^#+ ", without_code(rest), maxsplit=1, flags=re.MULTILINE)[0]
+    lines = [re.split(r"(?<!\\)\|", line)[1:-1] for line in section.splitlines() if line.startswith("|")]
+    rows = [[cell.strip() for cell in line] for line in lines]
+    rules = {number for number, row in enumerate(rows) if set("".join(row)) == {"-"}}
+    return [row for number, row in enumerate(rows) if not {number, number + 1} & rules]
+
+
+def without_code(page: str) -> str:
+    return re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)
+
+
+def code(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+def by_name(rows: list[Row]) -> dict[str, Row]:
+    """Rows by the first thing in backticks; there must not be two of a name."""
+    named = {code(row[0])[0]: row for row in rows}
+    assert len(named) == len(rows)
+    return named
+
+
+def below(prefix: str) -> dict[str, Row]:
+    rows = by_name(table(API, "### Inside messages and stream_options"))
+    return {
+        name.removeprefix(prefix): row for name, row in rows.items() if re.fullmatch(re.escape(prefix) + r"\w+", name)
+    }
+
+
+DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
+    CompletionFields: by_name(table(API, "### Both kinds of completions")),
+    ChatCompletionRequest: by_name(table(API, "### Chat completions")),
+    CompletionRequest: by_name(table(API, "### Completions")),
+    Message: below("messages[]."),
+    TextPart: below("messages[].content[]."),
+    ToolCall: below("messages[].tool_calls[]."),
+    FunctionCall: below("messages[].tool_calls[].function."),
+    StreamOptions: below("stream_options."),
+}
+ROWS = [(model, name, row) for model, rows in DOCUMENTED.items() for name, row in rows.items()]
+
+
+def subclasses(model: type[WireModel]) -> Iterator[type[WireModel]]:
+    for each in model.__subclasses__():
+        yield each
+        yield from subclasses(each)
+
+
+def faults(model: type[WireModel], field: str, value: Any) -> set[str]:
+    """Types of pydantic's errors about one field of a body that has only this one."""
+    try:
+        model.model_validate({field: value})
+    except ValidationError as error:
+        return {fault["type"] for fault in error.errors() if fault["loc"][0] == field}
+    return set()
+
+
+def bounds(schema: Any) -> Iterator[int]:
+    """Every limit in a JSON schema, as the last number that is allowed; of real numbers as it stands."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from bounds(item)
+    elif isinstance(schema, dict):
+        for key, value in schema.items():
+            if key in ("minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "minItems", "maxItems"):
+                yield int(value)
+            elif key == "exclusiveMaximum":
+                yield int(value) - 1
+            else:
+                yield from bounds(value)
+
+
+def test_every_model_has_its_table() -> None:
+    assert set(subclasses(WireModel)) == set(DOCUMENTED)
+
+
+@pytest.mark.parametrize("model", DOCUMENTED)
+def test_tables_have_exactly_the_fields_of_the_schema(model: type[WireModel]) -> None:
+    inherited = CompletionFields.model_fields if model is not CompletionFields else {}
+    assert set(DOCUMENTED[model]) == set(model.model_fields) - set(inherited)
+
+
+@pytest.mark.parametrize(("model", "name", "row"), ROWS)
+def test_fields_have_the_status_that_is_documented(model: type[WireModel], name: str, row: Row) -> None:
+    assert row[1] in ("supported", "no effect", "refused")
+    assert (row[1] == "refused") == (faults(model, name, {"never": "heard of"}) == {"unsupported_parameter"})
+    if row[1] == "refused":
+        for value in ("null", *code(row[2])):
+            assert not faults(model, name, json.loads(value))
+        assert code(row[2]) or not re.search(r"\w", row[2])
+
+
+@pytest.mark.parametrize(("model", "name", "row"), ROWS)
+def test_limits_are_the_documented_ones(model: type[WireModel], name: str, row: Row) -> None:
+    limits = set(bounds(model.model_json_schema()["properties"][name]))
+    if row[1] != "refused":
+        assert {int(number) for number in re.findall(r"-?\d+", row[2])} == limits
+
+
+def test_fields_without_effect_change_no_request() -> None:
+    samples = {"string": "x", "boolean": True, "object of strings": {"a": "b"}}
+    plain = {"model": "m", "messages": [{"role": "user", "content": "Hi"}]}
+    expected = chat_request(ChatCompletionRequest.model_validate(plain), "id", {})
+    rows = [DOCUMENTED[CompletionFields], DOCUMENTED[ChatCompletionRequest]]
+    fields = {name: samples[row[2]] for part in rows for name, row in part.items() if row[1] == "no effect"}
+    assert len(fields) > 5
+    assert chat_request(ChatCompletionRequest.model_validate(plain | fields), "id", {}) == expected
+
+
+def test_errors_are_the_documented_ones() -> None:
+    fault = (400, "invalid_request_error")
+    own = ("invalid_json", "invalid_type", "context_length_exceeded", *openai_errors._PYDANTIC_CODES.values())
+    expected = {
+        *openai_errors._KINDS.values(),
+        *((status, *kind) for status, kind in openai_errors._HTTP_KINDS.items()),
+        *((*fault, name) for name in own),
+        openai_errors._INTERNAL,
+    }
+    rows = table(API, "## Errors")
+    documented = [(int(row[0]), code(row[1])[0], code(row[2])[0]) for row in rows]
+    assert sorted(documented) == sorted(expected)
+
+
+def test_timings_are_the_documented_ones() -> None:
+    timings = timings_object(Usage(1, 0, 1), Timings(0, 0, 0, 0, 0, 0))
+    assert list(by_name(table(API, "## Timings"))) == list(timings)
+
+
+def test_metrics_are_the_documented_ones() -> None:
+    metrics = Metrics()
+    metrics.watch(lambda: {"m": EngineStats(*[0] * len(dataclasses.fields(EngineStats)))})
+    lines = re.findall(r"^# TYPE (\w+) (\w+)$", metrics.render().decode(), flags=re.MULTILINE)
+    rendered = {name: kind for name, kind in lines if not name.endswith("_created")}
+    assert {name: row[1] for name, row in by_name(table(API, "## Metrics")).items()} == rendered
+
+
+def flags(command: str) -> set[str]:
+    parameters = typer.main.get_command(app).commands[command].params
+    return {name for each in parameters if each.param_type_name == "option" for name in each.opts} - {"--help"}
+
+
+def test_settings_are_the_documented_ones() -> None:
+    fields = {field.name: field for config in (EngineConfig, ServerConfig) for field in dataclasses.fields(config)}
+    rows = by_name(table(CLI, "## Settings"))
+    assert set(rows) == set(fields)
+    for name, row in rows.items():
+        default = fields[name].default
+        shown = json.dumps(default) if isinstance(default, bool) else str(default)
+        assert code(row[2]) == ([] if default in (None, ()) else [shown])
+        flag = "--" + name.replace("_", "-")
+        assert code(row[1]) == ([flag] if flag in flags("serve") else [])
+
+
+def test_flags_are_the_documented_ones() -> None:
+    rows = table(CLI, "## mlxserve run")
+    documented = {word.split()[0] for row in rows for word in code(row[0]) if word.startswith("--")}
+    assert documented == flags("run")
+    settings = {word for row in table(CLI, "## Settings") for word in code(row[1])}
+    assert flags("serve") == settings | {"--model"}
+
+
+def test_commands_of_the_conversation_are_the_documented_ones() -> None:
+    expected = {(name,) for name in re.findall(r"/\?|/\w+", repl.HELP)} - {("/set",), ("/show",)}
+    for name, first, second in re.findall(
+        r"^  (/\w+) (\w+)(?: \| (\w+))?", repl.SET_HELP + "\n" + repl.SHOW_HELP, re.M
+    ):
+        expected |= {(name, word) for word in (first, second) if word}
+    documented = {tuple(name.split()[:2]) for row in table(CLI, "### Conversation") for name in code(row[0])}
+    assert documented == expected | {("/exit",)}
+
+
+def slug(heading: str) -> str:
+    """The anchor that a heading gets."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8"))):
+        if target.startswith(("https://", "http://", "mailto:")):
+            continue
+        path, _, anchor = target.partition("#")
+        file = page.parent / path if path else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.+)$", without_code(file.read_text(encoding="utf-8")), flags=re.MULTILINE)
+            assert anchor in {slug(heading) for heading in headings}, target
+
+
+def test_links_are_looked_at() -> None:
+    assert "](api.md#timings)" in CLI
+    assert {"README.md", "api.md", "cli.md"} <= {page.name for page in PAGES}
