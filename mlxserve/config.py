@@ -105,6 +105,11 @@ class ServerConfig:
             f"log_level must be debug, info, warning or error, not {self.log_level!r}",
         )
         _require(self.threads is None or self.threads >= 1, f"threads must be at least 1, not {self.threads}")
+        for name in ("allowed_hosts", "allowed_origins"):
+            _require(
+                "*" not in getattr(self, name),
+                f"{name} cannot be '*': it would let every web page use the server; name what you trust",
+            )
         _require(self.shutdown_timeout >= 0, "shutdown_timeout must not be negative")
         _require(
             self.api_key is None or bool(self.api_key.strip()), "api_key must not be empty; leave it out for no key"
@@ -196,6 +201,8 @@ def _parse(value: Any, hint: Any, where: str) -> Any:
             return parse_bool(value)
         if target in (int, float) and isinstance(value, bool):
             raise ValueError("a number is needed")
+        if target is int and isinstance(value, float) and not value.is_integer():
+            raise ValueError("a whole number is needed")
         if target is int and isinstance(value, str):
             return parse_size(value)
         return target(value)

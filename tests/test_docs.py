@@ -193,7 +193,8 @@ def test_settings_are_the_documented_ones() -> None:
         default = fields[name].default
         shown = json.dumps(default) if isinstance(default, bool) else str(default)
         assert code(row[2]) == ([] if default in (None, ()) else [shown])
-        flag = "--" + name.replace("_", "-")
+        words = f"no_{name.removeprefix('enable_')}" if default is True else name
+        flag = "--" + words.replace("_", "-")
         assert code(row[1]) == ([flag] if flag in flags("serve") else [])
 
 

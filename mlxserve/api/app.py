@@ -26,9 +26,6 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
     """The app that serves `host`, which the caller starts and closes on the same event loop.
 
     `metrics` should be the host's observer; it belongs to one app.
-
-    Raises:
-        ConfigError: allowed_hosts or allowed_origins is '*'.
     """
     metrics.watch(host.stats)
 

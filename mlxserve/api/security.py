@@ -16,7 +16,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from mlxserve.api.openai.errors import error_response
 from mlxserve.config import ServerConfig
-from mlxserve.errors import ConfigError
 
 PREFLIGHT_MAX_AGE = 600
 
@@ -34,8 +33,8 @@ class Security:
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
         self._app = app
         self._any_address = config.host in ("", "0.0.0.0", "::")
-        self._hosts = _names("allowed_hosts", (config.host, *config.allowed_hosts))
-        self._origins = _names("allowed_origins", config.allowed_origins)
+        self._hosts = _names((config.host, *config.allowed_hosts))
+        self._origins = _names(config.allowed_origins)
         self._api_key = None if config.api_key is None else config.api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -137,9 +136,7 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def _names(setting: str, values: tuple[str, ...]) -> frozenset[str]:
-    if "*" in values:
-        raise ConfigError(f"{setting} cannot be '*': it would let every web page use the server; name what you trust")
+def _names(values: tuple[str, ...]) -> frozenset[str]:
     return frozenset(value.lower().strip("[]").rstrip("/.") for value in values) - {""}
 
 

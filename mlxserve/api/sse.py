@@ -27,7 +27,7 @@ def event(content: dict[str, Any]) -> bytes:
 
 
 class EventStream(EventSourceResponse):
-    """A stream of ready-made events, with a comment in every quiet stretch.
+    """A stream of ready-made events, with a comment every KEEP_ALIVE_SECONDS to keep the connection alive.
 
     `on_close` is called when the response is over, however it ended, and also when its first event was never asked for.
     """

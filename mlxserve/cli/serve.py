@@ -29,6 +29,7 @@ FLUSH_SECONDS = 5
 
 
 def serve(
+    # What is hidden does not fit a screen; docs/cli.md lists every setting.
     model: Annotated[
         list[str] | None, typer.Option("--model", metavar="M", help="Load this model first; may be repeated.")
     ] = None,
@@ -39,19 +40,25 @@ def serve(
     ] = None,
     allowed_hosts: Annotated[str | None, typer.Option(metavar="H,...", help="More Host headers to accept.")] = None,
     allowed_origins: Annotated[str | None, typer.Option(metavar="O,...", help="More web origins to accept.")] = None,
-    max_body_bytes: Annotated[
-        int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Largest request.  [32 MiB]")
-    ] = None,
+    max_body_bytes: Annotated[int | None, typer.Option(metavar="SIZE", parser=parse_size_option, hidden=True)] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="N", help="Context length.  [the model's]")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Requests that run at a time.  [32]")] = None,
     max_queue: Annotated[int | None, typer.Option(metavar="N", help="Requests that wait.  [512]")] = None,
-    max_prefill_tokens: Annotated[int | None, typer.Option(metavar="N", help="Prompt tokens a step.  [2048]")] = None,
+    max_prefill_tokens: Annotated[
+        int | None, typer.Option(metavar="N", help="Prompt tokens a step.  [by device]")
+    ] = None,
     block_size: Annotated[int | None, typer.Option(metavar="N", help="Tokens a KV block.  [64]")] = None,
     kv_cache_bytes: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Size of the KV cache.")
     ] = None,
+    target_itl_ms: Annotated[
+        float | None, typer.Option(metavar="MS", help="Pace of streams beside prompts.  [100]")
+    ] = None,
+    no_prefix_caching: Annotated[
+        bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its start.")
+    ] = False,
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
-    shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds to drain.  [30]")] = None,
+    shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
     threads: Threads = None,
     log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
 ) -> None:
@@ -69,6 +76,8 @@ def serve(
         max_prefill_tokens=max_prefill_tokens,
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
+        target_itl_ms=target_itl_ms,
+        enable_prefix_caching=False if no_prefix_caching else None,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         threads=threads,

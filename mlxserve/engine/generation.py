@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from mlxserve.config import EngineConfig
-from mlxserve.core.generation import Finished, GenerationEvent, GenerationRequest, TextDelta, Timings, Usage
+from mlxserve.core.generation import ChatPrompt, Finished, GenerationEvent, GenerationRequest, TextDelta, Timings, Usage
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord
 from mlxserve.core.step import SampledToken
@@ -142,6 +142,7 @@ class ServedModel:
                 f"length of {self.context_length} tokens; shorten it",
                 num_tokens=num_prompt_tokens,
                 limit=self.context_length,
+                param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
             )
         max_tokens = request.sampling.max_tokens or self.context_length
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
