@@ -205,7 +205,8 @@ def test_steps_are_plain_data_and_can_be_replayed(llama: Any, monkeypatch: pytes
         record.append((pickle.dumps(step), result))
         return result
 
-    built = build_engine(tiny_models.loaded(llama), small_pool(), device.detect(), tiny_models.CONTEXT_LENGTH)
+    loaded = tiny_models.loaded(llama)
+    built = build_engine(loaded, small_pool(), device.detect(), tiny_models.CONTEXT_LENGTH, run_ahead=False)
     monkeypatch.setattr(ModelRunner, "run", recording)
     shared = tiny_models.prompt(21)
     requests = [

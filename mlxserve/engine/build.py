@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxserve.config import EngineConfig
+from mlxserve.config import EngineConfig, cache_dir
 from mlxserve.engine import warm_up
 from mlxserve.engine.engine import Engine, Runner
 from mlxserve.errors import ModelLoadError
@@ -17,6 +17,7 @@ from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
 from mlxserve.kv.manager import KVManager
 from mlxserve.runner import cpu_ops, device, probe
+from mlxserve.runner.attention import paths
 from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
 from mlxserve.runner.device import Device
 from mlxserve.runner.fallback_runner import FallbackRunner
@@ -29,6 +30,8 @@ from mlxserve.store.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
+PATHS_FILE = "attention-paths.json"
+"""In the cache folder: which way of decode attention was fastest for which shapes."""
 HEADROOM = 0.1
 """Share of the memory budget left to the arrays of a step."""
 MAX_FALLBACK_SEQS = 4
@@ -51,8 +54,13 @@ def configure_device() -> Device:
     return found
 
 
-def build_engine(loaded: LoadedModel, config: EngineConfig, found: Device, context_length: int) -> BuiltEngine:
+def build_engine(
+    loaded: LoadedModel, config: EngineConfig, found: Device, context_length: int, *, run_ahead: bool | None = None
+) -> BuiltEngine:
     """An engine that has run its kernels once and knows about how long its steps take.
+
+    `run_ahead`: whether streams are computed one step ahead of their results, where the model allows it; None: whatever
+    measures faster.
 
     Raises:
         ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length.
@@ -76,8 +84,11 @@ def build_engine(loaded: LoadedModel, config: EngineConfig, found: Device, conte
         target_itl=config.target_itl_ms / 1000,
     )
     warm_up.run(runner, budget, config, num_groups=min(max_blocks, 1))
-    if ahead_runner is not None and not warm_up.gains_by_running_ahead(ahead_runner, config):
-        ahead_runner = None
+    if ahead_runner is not None:
+        if run_ahead is None:
+            run_ahead = warm_up.gains_by_running_ahead(ahead_runner, config)
+        if not run_ahead:
+            ahead_runner = None
     logger.info(
         "%s is ready: context length %d, %s, warm-up %.1f s",
         loaded.name,
@@ -96,8 +107,15 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
         kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
         cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
     shapes = probe.layer_shapes(loaded.model)
-    probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
-    return PagedModel(loaded.model, shapes, config.block_size, kernels)
+    num_heads = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
+    paged = PagedModel(loaded.model, shapes, config.block_size, kernels)
+    first = shapes[0]
+    shape = paths.AttentionShape(
+        num_heads, first.num_kv_heads, first.key_dim, first.value_dim, config.block_size, first.dtype
+    )
+    candidates = (paths.GatherMM(kernels.shifted_exp), paths.GatherFused())
+    paged.choose_path = paths.choose(candidates, shape, found.name, cache_dir() / PATHS_FILE)
+    return paged
 
 
 @mx.compile

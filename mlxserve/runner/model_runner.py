@@ -18,7 +18,7 @@ Piece = tuple[Sequence[int], int, BlockTable]
 STEPS_BETWEEN_CLEARS = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class StartedStep:
     """A step that was given to the device."""
 
@@ -28,10 +28,16 @@ class StartedStep:
     begin: float
     prefilled: float
     """time.perf_counter() when its first and its decode work could begin."""
+    ended: float | None = None
+    """time.perf_counter() when it was first seen to have ended: the step after it may begin there."""
 
-    def wait(self) -> None:
+    def wait(self) -> float:
+        """Wait until it has ended; returns `ended`."""
         if self.sampled is not None:
             mx.eval(self.sampled.arrays())
+        if self.ended is None:
+            self.ended = time.perf_counter()
+        return self.ended
 
 
 class ModelRunner:
@@ -61,10 +67,11 @@ class ModelRunner:
             self._model.prefill(pieces)
             mx.eval(storage.arrays())
         prefilled = time.perf_counter()
-        sampled = self._decode(step.decode, after) if step.decode else None
+        logits = self._logits(step.decode, after) if step.decode else None
         if after is not None:
-            after.wait()
-            begin = prefilled = time.perf_counter()
+            begin = prefilled = after.wait()
+        # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
+        sampled = None if logits is None else self._sampler.sample(logits, step.decode)
         if sampled is not None:
             mx.async_eval(sampled.arrays(), storage.arrays())  # type: ignore[no-untyped-call]
         self._num_steps += 1
@@ -74,19 +81,17 @@ class ModelRunner:
 
     def finish(self, started: StartedStep) -> StepResult:
         """Wait for a step's tokens."""
-        started.wait()
-        end = time.perf_counter()
+        end = started.wait()
         tokens = () if started.sampled is None else started.sampled.collect()
         return StepResult(started.step.step_id, tokens, started.prefilled - started.begin, end - started.prefilled)
 
     def reset(self) -> None:
         self._model.storage.clear()
 
-    def _decode(self, rows: Sequence[DecodeRow], after: StartedStep | None) -> SampleOutput:
-        logits = self._model.decode(
+    def _logits(self, rows: Sequence[DecodeRow], after: StartedStep | None) -> mx.array:
+        return self._model.decode(
             _token_ids(rows, after), [row.start for row in rows], [row.block_tables[0] for row in rows]
         )
-        return self._sampler.sample(logits, rows)
 
 
 def _token_ids(rows: Sequence[DecodeRow], after: StartedStep | None) -> list[int] | mx.array:

@@ -18,8 +18,9 @@ import mlx.nn as nn
 
 from mlxserve.core.step import BlockTable
 from mlxserve.runner import rotary
-from mlxserve.runner.attention import decode, prefill
-from mlxserve.runner.attention.decode import DecodeInputs, PairInputs, ShiftedExp
+from mlxserve.runner.attention import prefill
+from mlxserve.runner.attention.decode import DecodeInputs, ShiftedExp
+from mlxserve.runner.attention.paths import DecodePath, GatherMM, RowAttention
 from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
 from mlxserve.runner.compiled import CompiledByShape
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
@@ -52,13 +53,14 @@ class _Pass:
         blocks: mx.array,
         block_size: int,
         *,
-        pairs: PairInputs | None = None,
+        row_attention: RowAttention | None = None,
         chunks: Sequence[ChunkInputs] = (),
     ) -> None:
         self.positions = positions
         self.blocks = blocks
         self.slots = positions % block_size
-        self.pairs = pairs
+        self.row_attention = row_attention
+        self.num_query_heads = 0
         self.chunks = chunks
 
 
@@ -137,8 +139,9 @@ class LayerView:
             raise UnsupportedByBlockCache("its attention reads other keys and values than its cache returned")
         bound.is_read = True
         pools, current, queries = (bound.keys, bound.values), bound.current, queries[:, :, 0]
-        if current.pairs is not None:
-            return decode.attend(queries, *pools, current.pairs, scale, kernels.shifted_exp)[:, :, None]
+        current.num_query_heads = queries.shape[1]
+        if current.row_attention is not None:
+            return current.row_attention(queries, *pools, scale)[:, :, None]
         outputs = [
             prefill.attend(
                 queries[chunk.first : chunk.first + chunk.num_tokens], *pools, chunk, scale, kernels.chunk_attention
@@ -163,6 +166,11 @@ class PagedModel:
         self._model = model
         self._num_kv_heads = shapes[0].num_kv_heads
         self._rotations = kernels.rotations
+        self.num_query_heads = 0
+        """Of one layer; known after the first pass."""
+        self._path: DecodePath = GatherMM(kernels.shifted_exp)
+        self.choose_path: Callable[[int, int], DecodePath] = lambda num_rows, num_blocks: self._path
+        """(rows, blocks of the longest) -> how they attend."""
         self._views = [make_view(kernels) for _ in shapes]
         self._compiled_decode = CompiledByShape(self._decode, MAX_DECODE_TRACES)
         route_attention(model)
@@ -182,8 +190,9 @@ class PagedModel:
         blocks = [table[start // block_size] for start, table in zip(starts, tables, strict=True)]
         inputs = DecodeInputs.build(starts, tables, block_size, num_rows + len(padding))
         logits: mx.array
+        self._path = self.choose_path(*inputs.row_pairs.shape)
         logits, keys, values = self._compiled_decode(
-            (self.storage.num_blocks, *inputs.pair_rows.shape, *inputs.row_pairs.shape),
+            (self._path.name, self.storage.num_blocks, *inputs.pair_rows.shape, *inputs.row_pairs.shape),
             mx.pad(token_ids if isinstance(token_ids, mx.array) else mx.array(list(token_ids)), (0, len(padding))),
             mx.array([*starts, *padding]),
             mx.array([*blocks, *padding]),
@@ -221,8 +230,9 @@ class PagedModel:
         values: list[mx.array],
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
         block_size = self.storage.block_size
-        pairs = decode.derive(DecodeInputs(*inputs), positions, self._num_kv_heads, block_size)
-        return self._forward(token_ids, _Pass(positions, blocks, block_size, pairs=pairs), keys, values)
+        row_attention = self._path.prepare(DecodeInputs(*inputs), positions, self._num_kv_heads, block_size)
+        current = _Pass(positions, blocks, block_size, row_attention=row_attention)
+        return self._forward(token_ids, current, keys, values)
 
     def _forward(
         self, token_ids: mx.array, current: _Pass, keys: list[mx.array], values: list[mx.array]
@@ -240,6 +250,7 @@ class PagedModel:
             pools = [view.unbind() for view in self._views]
             if self._rotations is not None:
                 self._rotations.end()
+        self.num_query_heads = current.num_query_heads
         return logits, [keys for keys, _ in pools], [values for _, values in pools]
 
 

@@ -44,16 +44,20 @@ def layer_shapes(model: nn.Module) -> list[LayerShape]:
     return shapes
 
 
-def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int) -> None:
+def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int) -> int:
     """Compare the block cache with mlx-lm's cache on short sequences, one at position 0 and one far out.
+
+    Returns:
+        The number of query heads of a layer.
 
     Raises:
         UnsupportedByBlockCache: the model does what a LayerView does not offer, or its answers differ.
     """
     far = min(FAR_POSITION, context_length - NUM_PROBE_TOKENS)
-    _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
+    num_heads = _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
     if far > 0:
         _compare(model, shapes, kernels, [_FarCache(far) for _ in shapes], lambda kernels: _FarView(kernels, far))
+    return num_heads
 
 
 class _FarCache(KVCache):  # type: ignore[misc]
@@ -88,7 +92,7 @@ def _compare(
     kernels: Kernels,
     caches: list[KVCache],
     make_view: Callable[[Kernels], LayerView],
-) -> None:
+) -> int:
     """One sequence in one pass over mlx-lm's caches, against two chunks and a decode row over the block cache."""
     token_ids = [(7 * i * i + 3 * i) % SMALLEST_VOCABULARY for i in range(NUM_PROBE_TOKENS)]
     expected = model(mx.array([token_ids]), cache=caches)[0, -1]
@@ -111,6 +115,7 @@ def _compare(
     logger.debug("block cache against mlx-lm: largest difference of logits %.2e of %.2e", difference, spread)
     if not difference <= _tolerance(shapes[0].dtype) * spread:
         raise UnsupportedByBlockCache(f"its answers differ: logits by {difference:.3g} of {spread:.3g}")
+    return paged.num_query_heads
 
 
 def _tolerance(dtype: Any) -> float:
