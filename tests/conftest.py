@@ -9,7 +9,7 @@ import pytest
 from mlxserve import blas
 
 # Settings of whoever runs the tests must not decide what they find; two users must not share what they write.
-for name in [name for name in os.environ if name.startswith("MLXSERVE_")]:
+for name in [name for name in os.environ if name.startswith("MLXSERVE_") and not name.startswith("MLXSERVE_TEST_")]:
     del os.environ[name]
 _folder = tempfile.TemporaryDirectory(prefix="mlxserve-tests-")
 os.environ["MLXSERVE_CONFIG_DIR"] = str(Path(_folder.name) / "config")
