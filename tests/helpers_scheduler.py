@@ -1,7 +1,9 @@
 """A runner without a model: it remembers what each position of each block was computed from, and checks every read."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request, RequestStatus
@@ -80,8 +82,22 @@ def expected_tokens(request: Request) -> list[int]:
     return tokens
 
 
+@dataclass(frozen=True)
+class Started:
+    step: ScheduledStep
+    result: StepResult
+
+    def token_after(self, request_id: str) -> int:
+        """What this step's row of the request chose."""
+        (index,) = (i for i, row in enumerate(self.step.decode) if row.request_id == request_id)
+        return self.result.tokens[index].token_id
+
+
 class FakeRunner:
-    """Runs steps on simulated blocks; raises AssertionError on any read of a position that holds something else."""
+    """Runs steps on simulated blocks; raises AssertionError on any read of a position that holds something else.
+
+    A started step reads and writes at once, which is the order of a device: it works on steps as they were given to it.
+    """
 
     def __init__(self, block_size: int = BLOCK_SIZE, seed: int = 0) -> None:
         self.block_size = block_size
@@ -92,6 +108,11 @@ class FakeRunner:
         self._random = random.Random(seed)
         self.num_copied_tokens = 0
         self.num_prefilled_tokens = 0
+        self.num_rows: Counter[str] = Counter()
+        """Decode rows of each request."""
+        self.calls: list[tuple[str, int]] = []
+        """("start" or "finish", step id) in order."""
+        self._unfinished: list[Started] = []
 
     def add(self, request: Request) -> None:
         """Tell the runner the true sequence; a step carries only what it computes."""
@@ -100,6 +121,25 @@ class FakeRunner:
         self.salts[request.request_id] = request.cache_salt
 
     def run(self, step: ScheduledStep) -> StepResult:
+        return self.finish(self.start(step, None))
+
+    def start(self, step: ScheduledStep, after: Started | None) -> Started:
+        assert self._unfinished == ([] if after is None else [after]), "a step other than the one before is under way"
+        started = Started(step, self._result(step, after))
+        self._unfinished.append(started)
+        self.calls.append(("start", step.step_id))
+        return started
+
+    def finish(self, started: Started) -> StepResult:
+        self._unfinished.remove(started)
+        self.calls.append(("finish", started.step.step_id))
+        return started.result
+
+    def reset(self) -> None:
+        self.blocks.clear()
+        self._unfinished.clear()
+
+    def _result(self, step: ScheduledStep, after: Started | None) -> StepResult:
         for _ in range(len(self.blocks), step.num_blocks[0] if step.num_blocks else 0):
             self.blocks.append([None] * self.block_size)
         for copy in step.copies:
@@ -108,12 +148,20 @@ class FakeRunner:
             self.blocks[copy.target][: copy.num_tokens] = source[: copy.num_tokens]
         for chunk in step.prefill:
             assert chunk.token_ids, "an empty chunk"
-            self._compute(chunk.request_id, chunk.token_ids, chunk.start, chunk.block_tables)
+            known = self._tokens[chunk.request_id]
+            self._compute(chunk.request_id, chunk.token_ids, chunk.start, chunk.block_tables, known)
             self.num_prefilled_tokens += len(chunk.token_ids)
         tokens = []
         for row in step.decode:
-            state = self._compute(row.request_id, (row.token_id,), row.start, row.block_tables)
+            known, token_id = self._tokens[row.request_id], row.token_id
+            if token_id is None:
+                assert after is not None, f"{row.request_id}: no step before that chooses its token"
+                token_id = after.token_after(row.request_id)
+                known = [*known, token_id]
+            assert row.start == len(known) - 1, f"{row.request_id}: a row at {row.start} of {len(known)} tokens"
+            state = self._compute(row.request_id, (token_id,), row.start, row.block_tables, known)
             tokens.append(SampledToken(next_token(state)))
+            self.num_rows[row.request_id] += 1
         self.num_copied_tokens += sum(copy.num_tokens for copy in step.copies)
         noise = self._random.choice([1.0, 1.1, 0.9, 30.0 if self._random.random() < 0.02 else 1.0])
         return StepResult(
@@ -123,9 +171,15 @@ class FakeRunner:
             decode_time=noise * (0.01 + 0.001 * len(step.decode)),
         )
 
-    def _compute(self, request_id: str, tokens: tuple[int, ...], start: int, tables: tuple[BlockTable, ...]) -> int:
+    def _compute(
+        self,
+        request_id: str,
+        tokens: tuple[int, ...],
+        start: int,
+        tables: tuple[BlockTable, ...],
+        known: Sequence[int],
+    ) -> int:
         (table,) = tables
-        known = self._tokens[request_id]
         end = start + len(tokens)
         assert tuple(known[start:end]) == tokens, f"{request_id}: not its tokens at {start}"
         assert end <= len(table) * self.block_size, f"{request_id}: table too short for {end}"
@@ -145,8 +199,12 @@ class FakeRunner:
 class Driver:
     """Scheduler and fake runner, step by step, with integrity checks and every request's outcome."""
 
-    def __init__(self, scheduler: Scheduler, seed: int = 0) -> None:
+    def __init__(self, scheduler: Scheduler, seed: int = 0, *, runs_ahead: bool = False) -> None:
+        """`runs_ahead`: each step is started before the result of the one before is looked at, as Engine does it."""
         self.scheduler = scheduler
+        self.runs_ahead = runs_ahead
+        self.in_flight: tuple[ScheduledStep, Started] | None = None
+        self.num_steps_ahead = 0
         self.runner = FakeRunner(seed=seed)
         self.now = 0.0
         self.steps: list[ScheduledStep] = []
@@ -162,19 +220,35 @@ class Driver:
             self.runner.add(request)
 
     def step(self, between: Callable[[], None] = lambda: None) -> ScheduledStep | None:
-        """One engine step; `between` is called while it is in flight."""
-        step = self.scheduler.schedule(self.now)
-        self.scheduler.check_integrity()
-        self.collect()
-        if step is None:
-            return None
-        self.steps.append(step)
-        result = self.runner.run(step)
+        """One engine step; `between` is called while it is in flight, and with it the one ahead of it."""
+        if self.in_flight is None:
+            step = self.scheduler.schedule(self.now)
+            self.scheduler.check_integrity()
+            self.collect()
+            if step is None:
+                return None
+            self.steps.append(step)
+            started = self.runner.start(step, None)
+        else:
+            step, started = self.in_flight
+            self.in_flight = None
+        if self.runs_ahead:
+            self._start_ahead(step, started)
         between()
+        result = self.runner.finish(started)
         self.now += result.prefill_time + result.decode_time
         self.collect(self.scheduler.update(step, result, self.now))
         self.scheduler.check_integrity()
+        assert self.scheduler.has_work or self.in_flight is None, "a step in flight that nobody would wait for"
         return step
+
+    def _start_ahead(self, step: ScheduledStep, started: Started) -> None:
+        ahead = self.scheduler.schedule_ahead(step, self.now)
+        self.scheduler.check_integrity()
+        if ahead is not None:
+            self.steps.append(ahead)
+            self.num_steps_ahead += 1
+            self.in_flight = ahead, self.runner.start(ahead, started)
 
     def run(self, max_steps: int = 10_000) -> None:
         """Until nothing is left."""
@@ -206,3 +280,10 @@ class Driver:
         else:
             assert answer == expected[: len(answer)]
         assert request.num_cached_tokens < request.num_prompt_tokens or request.num_cached_tokens == 0
+
+    def check_rows(self) -> None:
+        """After the last step: no row was computed for nothing but those that stood in a step ahead of an early end."""
+        for name, reason in self.outcomes.items():
+            num_dropped = self.runner.num_rows[name] - len(self.received[name])
+            allowed = {FinishReason.STOP: int(self.runs_ahead), FinishReason.CANCELLED: 1 + int(self.runs_ahead)}
+            assert 0 <= num_dropped <= allowed.get(reason, 0), f"{name} ended with {reason}: {num_dropped} rows dropped"

@@ -18,7 +18,7 @@ SEED = int(os.environ.get("MLXSERVE_TEST_SEED", "0")) or random.SystemRandom().r
 class RandomLoad:
     """Adds, aborts and steps at random, all of it fixed by the seed."""
 
-    def __init__(self, seed: int, *, num_requests: int, **fixed: int) -> None:
+    def __init__(self, seed: int, *, num_requests: int, runs_ahead: bool, **fixed: int) -> None:
         self.random = random.Random(seed)
         self.num_requests = num_requests
         self.max_blocks = fixed.pop("max_blocks", self.random.choice([9, 14, 24, 60]))
@@ -30,7 +30,7 @@ class RandomLoad:
             "target_itl_ms": self.random.choice([1.0, 20.0, 100.0]),
         }
         self.scheduler = make_scheduler(self.max_blocks, **(settings | fixed))
-        self.driver = Driver(self.scheduler, seed)
+        self.driver = Driver(self.scheduler, seed, runs_ahead=runs_ahead)
         self.histories: list[list[int]] = [[1, 2, 3]]
         self.first_step: dict[str, int] = {}
         self.last_step: dict[str, int] = {}
@@ -109,22 +109,28 @@ class RandomLoad:
             assert step.step_id - self.first_step[name] <= MAX_STEPS_IN_SYSTEM, f"{name} starves"
 
 
-def check(seed: int, *, num_requests: int, **fixed: int) -> RandomLoad:
+def check(seed: int, *, num_requests: int, runs_ahead: bool, **fixed: int) -> RandomLoad:
     print(f"replay with MLXSERVE_TEST_SEED={seed}")
-    load = RandomLoad(seed, num_requests=num_requests, **fixed)
+    load = RandomLoad(seed, num_requests=num_requests, runs_ahead=runs_ahead, **fixed)
     load.run()
+    load.driver.check_rows()
     assert len(load.driver.outcomes) + load.num_refused == num_requests
     stats = load.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
     return load
 
 
-def test_random_loads_compute_what_each_request_gives_alone() -> None:
-    loads = [check(SEED + i, num_requests=120) for i in range(40)]
+both_ways = pytest.mark.parametrize("runs_ahead", [False, True], ids=["in step", "one step ahead"])
+
+
+@both_ways
+def test_random_loads_compute_what_each_request_gives_alone(runs_ahead: bool) -> None:
+    loads = [check(SEED + i, num_requests=120, runs_ahead=runs_ahead) for i in range(40)]
     # The loads must reach what they are there to test.
     assert sum(load.scheduler.stats().num_preemptions for load in loads) > 0
     assert sum(load.scheduler.stats().num_prefix_hit_tokens for load in loads) > 0
     assert sum(load.driver.runner.num_copied_tokens for load in loads) > 0
+    assert (sum(load.driver.num_steps_ahead for load in loads) > 1_000) == runs_ahead
     assert {reason for load in loads for reason in load.driver.outcomes.values()} == {
         FinishReason.STOP,
         FinishReason.LENGTH,
@@ -133,15 +139,19 @@ def test_random_loads_compute_what_each_request_gives_alone() -> None:
     }
 
 
-def test_the_same_seed_gives_the_same_steps() -> None:
-    first, second = check(SEED, num_requests=150), check(SEED, num_requests=150)
+@both_ways
+def test_the_same_seed_gives_the_same_steps(runs_ahead: bool) -> None:
+    first, second = (check(SEED, num_requests=150, runs_ahead=runs_ahead) for _ in range(2))
     assert first.driver.steps == second.driver.steps
     assert first.driver.outcomes == second.driver.outcomes
 
 
-def test_nothing_leaks_over_ten_thousand_requests() -> None:
+@pytest.mark.slow
+@both_ways
+def test_nothing_leaks_over_ten_thousand_requests(runs_ahead: bool) -> None:
     # Settings that let it end soon: what it needs is many requests, not hard ones.
-    load = check(SEED, num_requests=10_000, max_num_seqs=6, max_blocks=24, max_prefill_tokens=200, max_queue=20)
+    settings = {"max_num_seqs": 6, "max_blocks": 24, "max_prefill_tokens": 200, "max_queue": 20}
+    load = check(SEED, num_requests=10_000, runs_ahead=runs_ahead, **settings)
     assert load.num_refused < 5_000
     kv = load.scheduler._kv
     assert kv._sequences == {}
@@ -152,9 +162,10 @@ def test_nothing_leaks_over_ten_thousand_requests() -> None:
 
 
 @pytest.mark.slow
-def test_many_random_loads() -> None:
-    for i in range(400):
-        check(SEED + i, num_requests=200)
+@both_ways
+def test_many_random_loads(runs_ahead: bool) -> None:
+    for i in range(200):
+        check(SEED + i, num_requests=200, runs_ahead=runs_ahead)
 
 
 def test_a_wrong_hit_would_be_caught() -> None:
