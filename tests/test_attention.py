@@ -98,10 +98,11 @@ def test_attention_with_scores_far_apart(kernels: Kernels) -> None:
 
 def test_buckets_are_few_and_close() -> None:
     sizes = [bucket(count) for count in range(1, 4097)]
-    assert sizes[:16] == list(range(1, 17))
+    assert sizes[:4] == [1, 2, 3, 4]
     assert sizes == sorted(sizes)
-    assert all(count <= size <= count * 9 / 8 for count, size in enumerate(sizes, start=1))
-    assert len(set(sizes)) < 90
+    assert all(count <= size <= max(count + 3, count * 9 / 8) for count, size in enumerate(sizes, start=1))
+    assert len(set(sizes[:32])) == 12
+    assert len(set(sizes)) < 75
     rows = [row_bucket(count) for count in range(1, 257)]
     assert all(count <= size <= count * 3 / 2 for count, size in enumerate(rows, start=1))
     assert len(set(rows)) < 20

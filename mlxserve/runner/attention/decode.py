@@ -134,6 +134,8 @@ def attend(
 
 
 def bucket(count: int) -> int:
-    """`count` rounded up so that few different sizes occur: exact to 16, then within an eighth."""
-    step = max(1, 1 << max(0, count.bit_length() - 4))
+    """`count` rounded up so that few different sizes occur: by a few where that costs nothing, then within an eighth."""
+    if count <= 4:
+        return count
+    step = 2 if count <= 8 else 4 if count <= 32 else 1 << (count.bit_length() - 4)
     return -(-count // step) * step
