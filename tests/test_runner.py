@@ -147,11 +147,13 @@ def test_runner_copies_before_it_computes(llama: Any) -> None:
 def test_long_steps_are_done_in_passes(llama: Any, max_pass_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     paged = make_paged(llama)
     sizes: list[int] = []
+    num_rows: list[int] = []
     stock_prefill = paged.prefill
 
-    def spy(chunks: Any) -> None:
+    def spy(chunks: Any, rows: Any = ()) -> Any:
         sizes.append(sum(len(token_ids) for token_ids, _, _ in chunks))
-        stock_prefill(chunks)
+        num_rows.append(len(rows))
+        return stock_prefill(chunks, rows)
 
     monkeypatch.setattr(paged, "prefill", spy)
     runner = ModelRunner(paged, max_pass_tokens=max_pass_tokens)
@@ -169,6 +171,7 @@ def test_long_steps_are_done_in_passes(llama: Any, max_pass_tokens: int, monkeyp
     assert sum(sizes) == 19 + 2 + 14
     assert all(size == max_pass_tokens for size in sizes[:-1])
     assert sizes[-1] <= max_pass_tokens
+    assert num_rows == [0] * (len(sizes) - 1) + [3], "the rows go with the last chunks"
     assert [token.token_id for token in result.tokens] == [
         reference_logits(llama, ids).argmax() for ids in prompts.values()
     ]

@@ -97,8 +97,9 @@ class StepResult:
     """One for each decode row, in order."""
     prefill_time: float
     """Seconds spent on copies and prefill chunks."""
-    decode_time: float
-    """Seconds spent on decode rows, sampling included."""
+    decode_time: float | None
+    """Seconds spent on decode rows, sampling included. None: they went through the model together with the last of the
+    chunks, and prefill_time is the time of all."""
 
 
 @dataclass(frozen=True, slots=True)

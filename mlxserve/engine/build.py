@@ -107,11 +107,12 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
         kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
         cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
     shapes = probe.layer_shapes(loaded.model)
-    num_heads = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
+    findings = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
     paged = PagedModel(loaded.model, shapes, config.block_size, kernels)
+    paged.can_mix = findings.can_mix
     first = shapes[0]
     shape = paths.AttentionShape(
-        num_heads, first.num_kv_heads, first.key_dim, first.value_dim, config.block_size, first.dtype
+        findings.num_heads, first.num_kv_heads, first.key_dim, first.value_dim, config.block_size, first.dtype
     )
     candidates = (paths.GatherMM(kernels.shifted_exp), paths.GatherFused())
     paged.choose_path = paths.choose(candidates, shape, found.name, cache_dir() / PATHS_FILE)

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CHUNKS = (16, 64, 256)
 ROWS = (1, 2, 4, 8)
+MIXED = ((1, 48), (4, 24), (8, 96))
+"""(rows, chunk)"""
 START = max(CHUNKS)
 """Position of all decode rows."""
 AHEAD_STEPS = 6
@@ -37,6 +39,12 @@ def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_groups:
     ]
     # Rows of a runner with caches of its own go on where the chunk of the same request ended.
     loads += [((), _rows(count, tables)) for count in ROWS[: None if num_groups else 1] if count <= config.max_num_seqs]
+    if num_groups:
+        loads += [
+            ((PrefillChunk("warm-up-chunk", (0,) * size, 0, tables),), _rows(count, tables))
+            for count, size in MIXED
+            if count <= config.max_num_seqs
+        ]
     for prefill, decode in loads:
         step = _step(prefill, decode, num_groups)
         runner.run(step)

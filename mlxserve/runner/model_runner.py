@@ -6,13 +6,10 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxserve.core.step import BlockTable, DecodeRow, PrefillChunk, ScheduledStep, StepResult
+from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult
 from mlxserve.errors import EngineError
-from mlxserve.runner.paged_model import PagedModel
+from mlxserve.runner.paged_model import PagedModel, Piece, Row
 from mlxserve.runner.sampler import SampleOutput, Sampler
-
-Piece = tuple[Sequence[int], int, BlockTable]
-"""Token ids, position of the first one, block table."""
 
 # MLX keeps buffers of freed arrays by size; sizes change as contexts grow, so what no longer fits is let go.
 STEPS_BETWEEN_CLEARS = 256
@@ -26,8 +23,8 @@ class StartedStep:
     sampled: SampleOutput | None
     """Tokens of its decode rows; None if it has none."""
     begin: float
-    prefilled: float
-    """time.perf_counter() when its first and its decode work could begin."""
+    prefilled: float | None
+    """time.perf_counter() when its first and its decode work could begin; None: they were one pass."""
     ended: float | None = None
     """time.perf_counter() when it was first seen to have ended: the step after it may begin there."""
 
@@ -63,11 +60,18 @@ class ModelRunner:
         storage.grow(step.num_blocks[0])
         if step.copies:
             storage.copy(step.copies)
-        for pieces in _passes(step.prefill, self._max_pass_tokens):
+        passes = list(_passes(step.prefill, self._max_pass_tokens))
+        # Rows read the weights anyway: the last chunks come along for less than a pass of their own.
+        mixed = passes.pop() if passes and step.decode and self._model.can_mix else None
+        for pieces in passes:
             self._model.prefill(pieces)
             mx.eval(storage.arrays())
-        prefilled = time.perf_counter()
-        logits = self._logits(step.decode, after) if step.decode else None
+        prefilled = time.perf_counter() if mixed is None else None
+        logits = None
+        if mixed is not None:
+            logits = self._model.prefill(mixed, [_known(row) for row in step.decode])
+        elif step.decode:
+            logits = self._logits(step.decode, after)
         if after is not None:
             begin = prefilled = after.wait()
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
@@ -83,6 +87,8 @@ class ModelRunner:
         """Wait for a step's tokens."""
         end = started.wait()
         tokens = () if started.sampled is None else started.sampled.collect()
+        if started.prefilled is None:
+            return StepResult(started.step.step_id, tokens, end - started.begin, None)
         return StepResult(started.step.step_id, tokens, started.prefilled - started.begin, end - started.prefilled)
 
     def reset(self) -> None:
@@ -92,6 +98,12 @@ class ModelRunner:
         return self._model.decode(
             _token_ids(rows, after), [row.start for row in rows], [row.block_tables[0] for row in rows]
         )
+
+
+def _known(row: DecodeRow) -> Row:
+    if row.token_id is None:
+        raise EngineError("a step with prefill cannot be built ahead of the result before it")
+    return row.token_id, row.start, row.block_tables[0]
 
 
 def _token_ids(rows: Sequence[DecodeRow], after: StartedStep | None) -> list[int] | mx.array:

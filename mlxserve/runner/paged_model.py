@@ -25,8 +25,15 @@ from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
 from mlxserve.runner.compiled import CompiledByShape
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
 from mlxserve.runner.rotary import Rotations
+from mlxserve.runner.trunk import find_trunk
 
 MAX_DECODE_TRACES = 64
+
+Piece = tuple[Sequence[int], int, BlockTable]
+"""A prefill chunk: token ids, position of the first one, block table."""
+Row = tuple[int, int, BlockTable]
+"""A decode row: token id, its position, block table."""
+
 ATTENTION_FUNCTION = "scaled_dot_product_attention"
 
 
@@ -53,12 +60,14 @@ class _Pass:
         blocks: mx.array,
         block_size: int,
         *,
+        num_rows: int = 0,
         row_attention: RowAttention | None = None,
         chunks: Sequence[ChunkInputs] = (),
     ) -> None:
         self.positions = positions
         self.blocks = blocks
         self.slots = positions % block_size
+        self.num_rows = num_rows
         self.row_attention = row_attention
         self.num_query_heads = 0
         self.chunks = chunks
@@ -140,15 +149,17 @@ class LayerView:
         bound.is_read = True
         pools, current, queries = (bound.keys, bound.values), bound.current, queries[:, :, 0]
         current.num_query_heads = queries.shape[1]
+        outputs = []
         if current.row_attention is not None:
-            return current.row_attention(queries, *pools, scale)[:, :, None]
-        outputs = [
+            outputs.append(current.row_attention(queries[: current.num_rows], *pools, scale))
+        outputs += [
             prefill.attend(
                 queries[chunk.first : chunk.first + chunk.num_tokens], *pools, chunk, scale, kernels.chunk_attention
             )
             for chunk in current.chunks
         ]
-        return mx.concatenate(outputs)[:, :, None]
+        output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+        return output[:, :, None]
 
 
 class PagedModel:
@@ -173,6 +184,9 @@ class PagedModel:
         """(rows, blocks of the longest) -> how they attend."""
         self._views = [make_view(kernels) for _ in shapes]
         self._compiled_decode = CompiledByShape(self._decode, MAX_DECODE_TRACES)
+        self._trunk = find_trunk(model)
+        self.can_mix = self._trunk is not None
+        """Whether chunks and decode rows may stand in one pass."""
         route_attention(model)
         if kernels.rotations is not None:
             rotary.share(model, kernels.rotations, shapes[0].key_dim)
@@ -202,12 +216,16 @@ class PagedModel:
         self.storage.put((keys, values))
         return logits[:num_rows]
 
-    def prefill(self, chunks: Sequence[tuple[Sequence[int], int, BlockTable]]) -> None:
-        """Keys and values of (token ids, start, block table) chunks of different sequences, in one pass."""
+    def prefill(self, chunks: Sequence[Piece], rows: Sequence[Row] = ()) -> mx.array | None:
+        """Keys and values of chunks of different sequences, in one pass; with decode rows in it too where can_mix.
+
+        A row may be of the same sequence as a chunk that ends before it. Returns the rows' logits, (rows, vocabulary),
+        unevaluated, or None without rows.
+        """
         block_size = self.storage.block_size
-        token_ids: list[int] = []
-        positions: list[int] = []
-        blocks: list[int] = []
+        token_ids = [token_id for token_id, _, _ in rows]
+        positions = [start for _, start, _ in rows]
+        blocks = [table[start // block_size] for _, start, table in rows]
         inputs: list[ChunkInputs] = []
         for chunk_ids, start, table in chunks:
             inputs.append(ChunkInputs.build(len(token_ids), len(chunk_ids), start, table, block_size))
@@ -215,10 +233,17 @@ class PagedModel:
             chunk_positions = range(start, start + len(chunk_ids))
             positions.extend(chunk_positions)
             blocks.extend(table[position // block_size] for position in chunk_positions)
-        current = _Pass(mx.array(positions), mx.array(blocks), block_size, chunks=inputs)
-        # Nobody evaluates the logits, so MLX never computes them.
-        _, keys, values = self._forward(mx.array(token_ids), current, *self.storage.take())
+        current = _Pass(mx.array(positions), mx.array(blocks), block_size, num_rows=len(rows), chunks=inputs)
+        if rows:
+            starts, tables = [start for _, start, _ in rows], [table for _, _, table in rows]
+            row_inputs = DecodeInputs.build(starts, tables, block_size, len(rows))
+            path = self.choose_path(*row_inputs.row_pairs.shape)
+            row_positions = current.positions[: len(rows)]
+            current.row_attention = path.prepare(row_inputs, row_positions, self._num_kv_heads, block_size)
+        logits, keys, values = self._forward(mx.array(token_ids), current, *self.storage.take())
         self.storage.put((keys, values))
+        # Without rows nobody evaluates the logits, so MLX never computes them.
+        return logits if rows else None
 
     def _decode(
         self,
@@ -231,17 +256,20 @@ class PagedModel:
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
         block_size = self.storage.block_size
         row_attention = self._path.prepare(DecodeInputs(*inputs), positions, self._num_kv_heads, block_size)
-        current = _Pass(positions, blocks, block_size, row_attention=row_attention)
+        num_rows = token_ids.shape[0]
+        current = _Pass(positions, blocks, block_size, num_rows=num_rows, row_attention=row_attention)
         return self._forward(token_ids, current, keys, values)
 
     def _forward(
         self, token_ids: mx.array, current: _Pass, keys: list[mx.array], values: list[mx.array]
     ) -> tuple[mx.array, list[mx.array], list[mx.array]]:
-        """Run the model on (tokens,) ids; returns (tokens, vocabulary) logits and the pools after the pass."""
+        """Run the model on (tokens,) ids; returns the logits of the rows, if any, and the pools after the pass."""
         for view, layer_keys, layer_values in zip(self._views, keys, values, strict=True):
             view.bind(layer_keys, layer_values, current)
         if self._rotations is not None:
             self._rotations.begin(current.positions)
+        if self._trunk is not None:
+            self._trunk.num_rows = current.num_rows or None
         try:
             logits = self._model(token_ids[:, None], cache=self._views)[:, 0]
             for view in self._views:
@@ -250,6 +278,8 @@ class PagedModel:
             pools = [view.unbind() for view in self._views]
             if self._rotations is not None:
                 self._rotations.end()
+            if self._trunk is not None:
+                self._trunk.num_rows = None
         self.num_query_heads = current.num_query_heads
         return logits, [keys for keys, _ in pools], [values for _, values in pools]
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -44,20 +45,27 @@ def layer_shapes(model: nn.Module) -> list[LayerShape]:
     return shapes
 
 
-def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int) -> int:
-    """Compare the block cache with mlx-lm's cache on short sequences, one at position 0 and one far out.
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What passes over a model showed."""
 
-    Returns:
-        The number of query heads of a layer.
+    num_heads: int
+    """Query heads of a layer."""
+    can_mix: bool
+    """Chunks and decode rows in one pass give the same answers."""
+
+
+def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int) -> Findings:
+    """Compare the block cache with mlx-lm's cache on short sequences, one at position 0 and one far out.
 
     Raises:
         UnsupportedByBlockCache: the model does what a LayerView does not offer, or its answers differ.
     """
     far = min(FAR_POSITION, context_length - NUM_PROBE_TOKENS)
-    num_heads = _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
+    findings = _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
     if far > 0:
         _compare(model, shapes, kernels, [_FarCache(far) for _ in shapes], lambda kernels: _FarView(kernels, far))
-    return num_heads
+    return findings
 
 
 class _FarCache(KVCache):  # type: ignore[misc]
@@ -92,30 +100,41 @@ def _compare(
     kernels: Kernels,
     caches: list[KVCache],
     make_view: Callable[[Kernels], LayerView],
-) -> int:
+) -> Findings:
     """One sequence in one pass over mlx-lm's caches, against two chunks and a decode row over the block cache."""
     token_ids = [(7 * i * i + 3 * i) % SMALLEST_VOCABULARY for i in range(NUM_PROBE_TOKENS)]
     expected = model(mx.array([token_ids]), cache=caches)[0, -1]
-    table = (3, 1, 2)
+    table, last = (3, 1, 2), NUM_PROBE_TOKENS - 1
+    mixed: mx.array | None = None
     try:
         paged = PagedModel(model, shapes, PROBE_BLOCK_SIZE, kernels, make_view)
         paged.storage.grow(4)
-        for start, end in ((0, 10), (10, NUM_PROBE_TOKENS - 1)):
+        for start, end in ((0, 10), (10, last)):
             paged.prefill([(token_ids[start:end], start, table)])
             mx.eval(paged.storage.arrays())
-        logits = paged.decode(token_ids[-1:], [NUM_PROBE_TOKENS - 1], [table])[0]
+        logits = paged.decode(token_ids[-1:], [last], [table])[0]
         mx.eval(logits, paged.storage.arrays())
+        if paged.can_mix:
+            mixed = paged.prefill([(token_ids[10:last], 10, table)], [(token_ids[-1], last, table)])
+            mx.eval(mixed, paged.storage.arrays())
     except UnsupportedByBlockCache:
         raise
     except Exception as error:  # a model file that computes with its cache in its own way fails in its own way
         raise UnsupportedByBlockCache(f"a pass over it failed: {type(error).__name__}: {error}") from error
-    expected, logits = expected.astype(mx.float32), logits.astype(mx.float32)
-    difference = (expected - logits).abs().max().item()
-    spread = (expected - expected.mean()).abs().max().item()
-    logger.debug("block cache against mlx-lm: largest difference of logits %.2e of %.2e", difference, spread)
-    if not difference <= _tolerance(shapes[0].dtype) * spread:
-        raise UnsupportedByBlockCache(f"its answers differ: logits by {difference:.3g} of {spread:.3g}")
-    return paged.num_query_heads
+    allowed = _tolerance(shapes[0].dtype) * _difference(expected, expected.mean())
+    difference = _difference(expected, logits)
+    logger.debug("block cache against mlx-lm: largest difference of logits %.2e, allowed %.2e", difference, allowed)
+    if not difference <= allowed:
+        raise UnsupportedByBlockCache(
+            f"its answers differ: logits by {difference:.3g}, where {allowed:.3g} is rounding"
+        )
+    can_mix = mixed is not None and mixed.shape == (1, *expected.shape) and _difference(expected, mixed[0]) <= allowed
+    return Findings(paged.num_query_heads, can_mix)
+
+
+def _difference(a: mx.array, b: mx.array) -> float:
+    difference: Any = (a.astype(mx.float32) - b.astype(mx.float32)).abs().max().item()
+    return float(difference)
 
 
 def _tolerance(dtype: Any) -> float:

@@ -74,11 +74,17 @@ class PrefillBudget:
         self.target_itl = target_itl
         self.decode_multiple = decode_multiple
         self._prefill_cost = LinearCost()
+        self._mixed_cost = LinearCost()
+        """What chunks add to a step with decode rows in the same pass."""
         self._decode_cost = LinearCost()
 
     def observe(self, step: ScheduledStep, result: StepResult) -> None:
         """Learn from a step's measured times."""
         load = StepLoad.of(step)
+        if result.decode_time is None:
+            added = result.prefill_time - self._decode_cost.predict(load.decode_features)
+            self._mixed_cost.observe(load.prefill_features, added)
+            return
         if load.num_chunks > 0:
             self._prefill_cost.observe(load.prefill_features, result.prefill_time)
         if load.decode_rows > 0:
@@ -86,7 +92,8 @@ class PrefillBudget:
 
     def predict(self, load: StepLoad) -> float:
         """Seconds a step of this load takes."""
-        return self._prefill_cost.predict(load.prefill_features) + self._decode_cost.predict(load.decode_features)
+        prefill_cost = self._prefill_cost_of(load)
+        return prefill_cost.predict(load.prefill_features) + self._decode_cost.predict(load.decode_features)
 
     def num_tokens(self, load: StepLoad, start: int) -> int:
         """How many tokens a chunk that begins at position `start` may have in a step that does `load` already."""
@@ -94,12 +101,12 @@ class PrefillBudget:
         minimum = min(self.min_prefill_tokens, room) if load.prefill_tokens == 0 else 0
         if load.decode_rows == 0:
             num_tokens = room
-        elif not self._prefill_cost.is_measured:
+        elif not self._prefill_cost_of(load).is_measured:
             num_tokens = minimum
         else:
             without_prefill = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
             limit = max(self.target_itl, self.decode_multiple * self.predict(without_prefill))
-            per_chunk, per_token, per_context = self._prefill_cost.weights
+            per_chunk, per_token, per_context = self._prefill_cost_of(load).weights
             spare = limit - self.predict(load) - per_chunk
             num_tokens = bisect_right(
                 range(1, room + 1),
@@ -107,3 +114,7 @@ class PrefillBudget:
                 key=lambda n: n * (per_token + per_context * start) + per_context * n * (n + 1) / 2,
             )
         return num_tokens if num_tokens >= self.min_prefill_tokens else minimum
+
+    def _prefill_cost_of(self, load: StepLoad) -> LinearCost:
+        is_mixed = load.decode_rows > 0 and self._mixed_cost.is_measured
+        return self._mixed_cost if is_mixed else self._prefill_cost

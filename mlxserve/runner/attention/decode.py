@@ -134,7 +134,7 @@ def attend(
 
 
 def bucket(count: int) -> int:
-    """`count` rounded up so that few different sizes occur: by a few where that costs nothing, then within an eighth."""
+    """`count` rounded up so that few different sizes occur: by a few where that costs little, else by an eighth."""
     if count <= 4:
         return count
     step = 2 if count <= 8 else 4 if count <= 32 else 1 << (count.bit_length() - 4)

@@ -1,0 +1,40 @@
+"""A model's layers without its head, so that logits are computed only for the rows that want them.
+
+mlx-lm's models call their layers as `self.model(...)` and put the head on all it returns. Over a pass with a long
+chunk the head would cost as much as several layers, for logits nobody reads.
+"""
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+
+class Trunk(nn.Module):  # type: ignore[misc]
+    """Stands in for a model's `model`: returns the hidden states of the first `num_rows` rows only, of all if None."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.num_rows: int | None = None
+
+    def __call__(self, *arguments: Any, **kwargs: Any) -> Any:
+        hidden = self.inner(*arguments, **kwargs)
+        return hidden if self.num_rows is None or not isinstance(hidden, mx.array) else hidden[: self.num_rows]
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def find_trunk(model: nn.Module) -> Trunk | None:
+    """The model's trunk, put in its place on first use; None if the model is not made of `model` and a head."""
+    inner = model.get("model")
+    if isinstance(inner, Trunk):
+        return inner
+    if not isinstance(inner, nn.Module):
+        return None
+    model.model = trunk = Trunk(inner)
+    return trunk
