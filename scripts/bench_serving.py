@@ -20,6 +20,7 @@ import contextlib
 import importlib.metadata
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -74,8 +75,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--mlx-lm-steps", type=positive, nargs="*", default=[128, 2048], help="prefill steps; none: leave out"
     )
-    parser.add_argument("--llama-server", type=Path, default=llama_package.find(), help="binary  [found: %(default)s]")
-    parser.add_argument("--with-llama", action="store_true", help="compile llama-server if there is none")
+    parser.add_argument(
+        "--llama-server", type=executable, default=llama_package.find(), help="binary  [found: %(default)s]"
+    )
+    llama = parser.add_mutually_exclusive_group()
+    llama.add_argument("--with-llama", action="store_true", help="compile llama-server if there is none")
+    llama.add_argument("--without-llama", action="store_true", help="leave llama-server out")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--quick", action="store_true", help="one run of a small subset, for trying it out")
     if parser.parse_known_args()[0].quick:
@@ -87,6 +92,13 @@ def positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def executable(text: str) -> Path:
+    found = shutil.which(text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a program")
+    return Path(found)
 
 
 async def run(arguments: argparse.Namespace) -> None:
@@ -150,6 +162,8 @@ def choose_servers(arguments: argparse.Namespace, description: Description, fold
     cells = make_cells(arguments)
     specs = [servers.mlxserve(description.file, arguments.threads)]
     specs += [servers.mlx_lm(folder / "model", arguments.threads, step) for step in arguments.mlx_lm_steps]
+    if arguments.without_llama:
+        return specs
     if arguments.llama_server is None:
         print("llama-server is left out: there is none here; --with-llama compiles it", file=sys.stderr)
     elif not description.file.endswith(".gguf"):

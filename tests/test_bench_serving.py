@@ -396,3 +396,5 @@ def test_help_and_wrong_arguments() -> None:
 
     assert "--mlx-lm-steps" in run("--help").stdout
     assert "invalid choice: 'chat'" in run("--workloads", "chat").stderr
+    assert "'0' is not a number from 1 on" in run("--runs", "0").stderr
+    assert "'/no/such' is not a program" in run("--llama-server", "/no/such").stderr

@@ -54,7 +54,9 @@ def install() -> Path:
 
 
 def version(binary: Path) -> str:
-    """What the binary says of itself: `version: 11434 (515e85511)`."""
+    """The package's, or for another binary what it says of itself: `version: 11434 (515e85511)`."""
+    if binary.is_relative_to(_environment()):
+        return REQUIREMENT
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=False)
     lines = [line.strip() for line in (said.stdout + said.stderr).splitlines()]
     return next((line for line in lines if line.startswith("version")), "version unknown")
