@@ -23,6 +23,7 @@ from mlxserve.engine.build import BuiltEngine, build_engine
 from mlxserve.engine.engine import Engine
 from mlxserve.errors import EngineError
 from mlxserve.runner import device, probe
+from mlxserve.runner.attention import paths
 from mlxserve.runner.model_runner import ModelRunner, StartedStep
 from mlxserve.runner.paged_model import PagedModel
 from mlxserve.runner.sampler import SampleOutput, Sampler
@@ -369,7 +370,8 @@ def num_starts_ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 
 
 def build(monkeypatch: pytest.MonkeyPatch, name: str, *, runs_ahead: bool, **settings: Any) -> BuiltEngine:
-    """An engine on a tiny checkpoint, with the outcome of the measurement given."""
+    """An engine on a tiny checkpoint, with the outcome of what it measures given."""
+    monkeypatch.setattr(paths, "choose", lambda ways, *_: lambda *_: ways[0])
     monkeypatch.setattr(warm_up, "gains_by_running_ahead", lambda runner, config: runs_ahead)
     config = tiny_models.engine_config(**settings)
     return build_engine(tiny_models.loaded(tiny_models.build(name)), config, device.detect(), 4096)
