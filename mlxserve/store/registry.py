@@ -165,7 +165,8 @@ class _Entry:
 
     def _location(self, source: Any) -> Location:
         if not isinstance(source, dict):
-            raise self.wrong("source", 'is missing; write source = { repo = "org/name" }')
+            problem = "is missing" if source is None else f"must be a table, not {source!r}"
+            raise self.wrong("source", f'{problem}; write source = {{ repo = "org/name" }}')
         for key, value in source.items():
             if not isinstance(value, str) or not value:
                 raise self.wrong(f"source.{key}", f"must be text, not {value!r}")

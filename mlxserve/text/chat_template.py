@@ -59,6 +59,8 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, context_length: int | No
     """
     match prompt:
         case ChatPrompt():
+            # Every template puts a token around a message at least; rendering a hundred thousand takes seconds.
+            _check_bound(len(prompt.messages), context_length, param="messages")
             ids = _encode(tokenizer, render(tokenizer, prompt), context_length, param="messages")
         case TextPrompt():
             ids = _encode(tokenizer, prompt.text, context_length, param="prompt")
@@ -72,7 +74,17 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, context_length: int | No
 
 
 def _encode(tokenizer: Tokenizer, text: str, context_length: int | None, *, param: str) -> list[int]:
-    min_num_tokens = tokenizer.min_num_tokens(text)
+    _check_bound(tokenizer.min_num_tokens(text), context_length, param=param)
+    try:
+        return tokenizer.encode(text, add_special_tokens=param == "prompt")
+    except UnicodeEncodeError as error:
+        raise InvalidParameter(
+            f"the text has half of a surrogate pair at character {error.start}; send whole Unicode characters",
+            param=param,
+        ) from error
+
+
+def _check_bound(min_num_tokens: int, context_length: int | None, *, param: str) -> None:
     if context_length is not None and min_num_tokens >= context_length:
         raise ContextLengthExceeded(
             f"the prompt has at least {min_num_tokens} tokens and leaves no room for an answer within the context "
@@ -81,13 +93,6 @@ def _encode(tokenizer: Tokenizer, text: str, context_length: int | None, *, para
             limit=context_length,
             param=param,
         )
-    try:
-        return tokenizer.encode(text, add_special_tokens=param == "prompt")
-    except UnicodeEncodeError as error:
-        raise InvalidParameter(
-            f"the text has half of a surrogate pair at character {error.start}; send whole Unicode characters",
-            param=param,
-        ) from error
 
 
 def _checked_ids(tokenizer: Tokenizer, prompt: TokenPrompt) -> list[int]:

@@ -34,6 +34,11 @@ from mlxserve.errors import InvalidParameter
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 500
 MAX_PROMPTS = 256
+MAX_FIELDS = 1000
+MAX_PARTS = 10_000
+MAX_MESSAGES = 100_000
+MAX_PROMPT_TOKENS = 2**20
+"""Checking a longer list takes so long that other requests would feel it."""
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where the client gave none: OpenAI's own default."""
 
@@ -79,7 +84,7 @@ Content = Annotated[
     Annotated[str, Tag(":text")]
     | Annotated[
         list[Annotated[TextPart, BeforeValidator(_refuse_other_parts)]],
-        Field(min_length=1, fail_fast=True),
+        Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
         Tag(":list"),
     ],
     Discriminator(_text_or_list, "content_type", "Input should be a string or a list of parts"),
@@ -194,7 +199,7 @@ class CompletionFields(WireModel):
 
 
 class ChatCompletionRequest(CompletionFields):
-    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
@@ -232,7 +237,7 @@ class ChatCompletionRequest(CompletionFields):
 
 
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
 def _kind_of_prompt(value: Any) -> str | None:
@@ -289,9 +294,14 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     if not body.strip():
         raise InvalidParameter("The body is empty; send a JSON object.", code="invalid_json")
     try:
-        content = from_json(body, allow_inf_nan=False)
+        # NaN is let through here so that the field that has it can be named.
+        content = from_json(body)
     except ValueError as error:
         raise InvalidParameter(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if isinstance(content, dict) and len(content) > MAX_FIELDS:
+        raise InvalidParameter(
+            f"The body has {len(content)} fields; no request has that many.", code="unknown_parameter"
+        )
     try:
         return schema.model_validate(content)
     except ValidationError as error:
