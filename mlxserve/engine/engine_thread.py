@@ -27,6 +27,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MAX_FAILURES_IN_A_ROW = 3
+ARRIVAL_WINDOW = 0.01
+"""Seconds that an idle engine waits, after a request came in, for others on their way through the tokenizer. Requests
+sent together would otherwise be split: the first computed alone, and the rest held back for its stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,8 @@ class EngineHandle:
         self.name = name
         self.engine = engine
         self.sinks: dict[str, Sink] = {}
+        self.num_arriving = 0
+        """Requests between the dialect and the inbox; the event loop writes it."""
         self.death: str | None = None
         """Why it computes nothing any more; None while it is well."""
 
@@ -153,17 +158,29 @@ class EngineThread:
 
     def _take_messages(self) -> bool:
         """Handle every message there is, waiting for one when there is nothing to compute. False: stop."""
+        arrivals_until = 0.0
         while True:
             busy = any(handle.engine.has_work for handle in self._handles)
             if not busy and self._inbox.empty():
                 self._check_integrity()
             try:
-                message = self._inbox.get(block=not busy)
+                message = self._next_message(busy, arrivals_until)
             except queue.Empty:
                 return True
             if isinstance(message, _Stop):
                 return False
+            if not busy:
+                arrivals_until = time.monotonic() + ARRIVAL_WINDOW
             self._handle(message)
+
+    def _next_message(self, busy: bool, arrivals_until: float) -> _Submit | _Abort | _Call | _Stop:
+        """Raises queue.Empty: none is there, and it is time to compute."""
+        if not busy:
+            return self._inbox.get()
+        remaining = arrivals_until - time.monotonic()
+        if remaining > 0 and any(handle.num_arriving for handle in self._handles):
+            return self._inbox.get(timeout=remaining)
+        return self._inbox.get_nowait()
 
     def _handle(self, message: _Submit | _Abort | _Call) -> None:
         match message:

@@ -72,7 +72,6 @@ class ServedModel:
         self._executor = executor
         self._observer = observer
         self._in_flight: dict[str, Generation] = {}
-        self._num_tokenising = 0
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -125,13 +124,13 @@ class ServedModel:
         self._check_queue()
         loop = asyncio.get_running_loop()
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
-        self._num_tokenising += 1
+        self._handle.num_arriving += 1
         try:
             prompt_ids = await loop.run_in_executor(
                 self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
             )
         finally:
-            self._num_tokenising -= 1
+            self._handle.num_arriving -= 1
         self._check_alive()
         if request.request_id in self._in_flight:
             raise InvalidParameter(f"a request with the id {request.request_id!r} is in flight", param="request_id")
@@ -193,7 +192,7 @@ class ServedModel:
             raise EngineDead(self.death)
 
     def _check_queue(self) -> None:
-        num_requests = len(self._in_flight) + self._num_tokenising
+        num_requests = len(self._in_flight) + self._handle.num_arriving
         if num_requests >= self._config.max_queue + self._config.max_num_seqs:
             raise QueueFull(
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",

@@ -43,7 +43,7 @@ def detect() -> Device:
         name = str(info.get("device_name", "Apple GPU"))
         return Device("metal", name, budget, "keep", max_pass_tokens=2048, max_prefill_tokens=2048)
     budget = int(_linux_memory() * LINUX_MEMORY_SHARE)
-    return Device("cpu", "CPU", budget, "float32", max_pass_tokens=256, max_prefill_tokens=512)
+    return Device("cpu", "CPU", budget, "float32", max_pass_tokens=256, max_prefill_tokens=1024)
 
 
 def configure(device: Device) -> None:

@@ -23,6 +23,8 @@ from mlxserve.scheduler.waiting_queue import WaitingQueue
 
 MAX_BYPASSED = 8
 """How often newer requests may start before one that waits for blocks, and how many such are passed over in a step."""
+MIN_SHARE = 64
+"""Prompt tokens that are not split between two prompts: each chunk has a cost of its own."""
 MIN_RETRY_AFTER = 1.0
 MAX_RETRY_AFTER = 60.0
 
@@ -292,7 +294,8 @@ class Scheduler:
         start, wanted = request.num_computed_tokens, request.num_uncomputed_tokens - 1
         allowed = self._budget.num_tokens(plan.load(without=request), start)
         if at_most_half:
-            allowed = min(allowed, max(allowed // 2, self._budget.min_prefill_tokens))
+            share = min(MIN_SHARE, self._budget.max_prefill_tokens // 2)
+            allowed = min(allowed, max(allowed // 2, share))
         end = start + min(wanted, allowed)
         if wanted > allowed:
             # A chunk that ends with a block publishes all it wrote. A quarter of a chunk is not too much for that.
