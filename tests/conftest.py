@@ -13,6 +13,7 @@ for name in [name for name in os.environ if name.startswith("MLXSERVE_") and not
     del os.environ[name]
 _folder = tempfile.TemporaryDirectory(prefix="mlxserve-tests-")
 os.environ["MLXSERVE_CONFIG_DIR"] = str(Path(_folder.name) / "config")
+os.environ["MLXSERVE_CACHE_DIR"] = str(Path(_folder.name) / "cache")
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # One thread: with two, any other process on the machine makes small products ten times slower.

@@ -15,7 +15,7 @@ from mlxserve.config import EngineConfig
 from mlxserve.core.request import Request
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken
-from mlxserve.engine import build
+from mlxserve.engine import warm_up
 from mlxserve.engine.build import build_engine
 from mlxserve.engine.engine import Engine
 from mlxserve.runner import device
@@ -39,8 +39,9 @@ def loaded(demo_model: Path) -> LoadedModel:
 @pytest.fixture
 def make_engine(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> MakeEngine:
     """Engines on the same weights. Prefill chunks are as large as allowed, however long that makes a step."""
-    monkeypatch.setattr(build, "WARM_UP_CHUNKS", (64,))
-    monkeypatch.setattr(build, "WARM_UP_ROWS", (1,))
+    monkeypatch.setattr(warm_up, "CHUNKS", (64,))
+    monkeypatch.setattr(warm_up, "ROWS", (1,))
+    monkeypatch.setattr(warm_up, "MIXED", ())
 
     def make(**settings: Any) -> Engine:
         config = EngineConfig(**({"target_itl_ms": 1e6, "kv_cache_bytes": 400_000_000} | settings))
