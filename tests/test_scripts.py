@@ -77,7 +77,7 @@ def checkout(tmp_path: Path) -> Checkout:
 
 def test_quickstart_installs_once_and_runs(checkout: Checkout, tmp_path: Path) -> None:
     root = checkout.root
-    run = "-m mlxserve run smollm2-135m --"
+    run = "-m mlxserve run smollm2-135m --max-tokens 200 --"
     assert checkout.run("scripts/quickstart", "Say", "it's 5", cwd=tmp_path).returncode == 0
     install = "-m pip install --disable-pip-version-check"
     assert checkout.calls() == [
