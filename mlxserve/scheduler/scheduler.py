@@ -1,7 +1,6 @@
 """Chooses what every step computes. A request wants its uncomputed tokens; there are no phases beyond that."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request, RequestStatus
@@ -18,7 +17,8 @@ from mlxserve.core.step import (
 from mlxserve.errors import ContextLengthExceeded, EngineError, InvalidParameter, QueueFull
 from mlxserve.kv.block_pool import CacheIntegrityError
 from mlxserve.kv.manager import KVManager, PrefixHit
-from mlxserve.scheduler.budget import PrefillBudget, StepLoad
+from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.plan import Flight, Plan
 from mlxserve.scheduler.waiting_queue import WaitingQueue
 
 MAX_BYPASSED = 8
@@ -27,41 +27,6 @@ MIN_SHARE = 64
 """Prompt tokens that are not split between two prompts: each chunk has a cost of its own."""
 MIN_RETRY_AFTER = 1.0
 MAX_RETRY_AFTER = 60.0
-
-
-@dataclass(slots=True)
-class _Plan:
-    """A step in the making. Requests stand in the order in which they were given their work."""
-
-    now: float
-    streams: list[Request] = field(default_factory=list)
-    """Requests whose only uncomputed token is the last one they generated."""
-    chunk_ends: dict[Request, int] = field(default_factory=dict)
-    """Position after the last one of each prefill chunk; equal to num_computed_tokens where none is needed."""
-    copies: list[BlockCopy] = field(default_factory=list)
-
-    def load(self, without: Request | None = None) -> StepLoad:
-        """Decode rows of prompts that end in this step do not count: nobody waits for their next token yet."""
-        load = StepLoad().with_rows([request.num_tokens - 1 for request in self.streams])
-        for request, end in self.chunk_ends.items():
-            if request is not without and end > request.num_computed_tokens:
-                load = load.with_chunk(request.num_computed_tokens, end - request.num_computed_tokens)
-        return load
-
-    def chunks(self) -> list[tuple[Request, int]]:
-        return [(request, end) for request, end in self.chunk_ends.items() if end > request.num_computed_tokens]
-
-    def rows(self) -> list[Request]:
-        ending = [request for request, end in self.chunk_ends.items() if end == request.num_tokens - 1]
-        return self.streams + ending
-
-
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """The requests of a step that was given out. By object and not by id: an id may be aborted and used again."""
-
-    chunks: list[tuple[Request, int]]
-    rows: list[Request]
 
 
 class Scheduler:
@@ -81,7 +46,7 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, Flight] = {}
         self._finished: list[RequestOutput] = []
         self._released: list[str] = []
         self._num_steps = 0
@@ -145,7 +110,7 @@ class Scheduler:
         A step without rows and chunks only carries `released`.
         """
         self._end_expired(now)
-        plan = _Plan(now)
+        plan = Plan(now)
 
         # Every stream advances in every step. What that costs bounds the prefill beside it.
         for request in tuple(self._running):
@@ -187,7 +152,7 @@ class Scheduler:
         if not rows:
             return None
         decode = [self._decode_row(request, None, request.num_tokens) for request in rows]
-        return self._launch(_Flight(chunks=[], rows=rows), (), (), decode)
+        return self._launch(Flight(chunks=[], rows=rows), (), (), decode)
 
     def update(self, step: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
         """Take a step's result: outputs of every request that got a token or ended.
@@ -289,7 +254,7 @@ class Scheduler:
             self._preempt(self._running[-1])
         return False
 
-    def _grant_chunk(self, plan: _Plan, request: Request, *, at_most_half: bool) -> None:
+    def _grant_chunk(self, plan: Plan, request: Request, *, at_most_half: bool) -> None:
         """Plan as much of the request's prompt as the budget has left; more than planned before, never less."""
         start, wanted = request.num_computed_tokens, request.num_uncomputed_tokens - 1
         allowed = self._budget.num_tokens(plan.load(without=request), start)
@@ -304,7 +269,7 @@ class Scheduler:
         if end > start or wanted == 0:
             plan.chunk_ends[request] = max(end, plan.chunk_ends.get(request, end))
 
-    def _admit_waiting(self, plan: _Plan) -> None:
+    def _admit_waiting(self, plan: Plan) -> None:
         passed_over: list[Request] = []
         for request in self._waiting:
             if len(self._running) >= self._config.max_num_seqs or len(passed_over) >= MAX_BYPASSED:
@@ -321,14 +286,14 @@ class Scheduler:
             else:
                 passed_over.append(request)
 
-    def _can_start(self, plan: _Plan, request: Request, hit: PrefixHit) -> bool:
+    def _can_start(self, plan: Plan, request: Request, hit: PrefixHit) -> bool:
         needs_chunk = request.num_tokens - hit.num_tokens > 1
         if needs_chunk and self._budget.num_tokens(plan.load(), hit.num_tokens) == 0:
             return False
         # A block in reserve for each running request: who starts with the last one is preempted in the next step.
         return self._kv.can_admit(request, hit, reserve=len(self._running))
 
-    def _start(self, plan: _Plan, request: Request, hit: PrefixHit) -> None:
+    def _start(self, plan: Plan, request: Request, hit: PrefixHit) -> None:
         plan.copies.extend(self._kv.admit(request, hit))
         self._waiting.remove(request)
         self._running.append(request)
@@ -341,8 +306,8 @@ class Scheduler:
             self._num_prefix_hit_tokens += hit.num_tokens
         self._grant_chunk(plan, request, at_most_half=True)
 
-    def _give_out(self, plan: _Plan) -> ScheduledStep:
-        flight = _Flight(chunks=plan.chunks(), rows=plan.rows())
+    def _give_out(self, plan: Plan) -> ScheduledStep:
+        flight = Flight(chunks=plan.chunks(), rows=plan.rows())
         prefill = [
             PrefillChunk(
                 request_id=request.request_id,
@@ -368,7 +333,7 @@ class Scheduler:
 
     def _launch(
         self,
-        flight: _Flight,
+        flight: Flight,
         copies: Sequence[BlockCopy],
         prefill: Sequence[PrefillChunk],
         decode: Sequence[DecodeRow],
