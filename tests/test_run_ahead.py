@@ -474,7 +474,7 @@ def test_running_ahead_is_chosen_by_measurement(
         def finish(self, started: ScheduledStep) -> None:
             clock.now += pair_ahead / 2
 
-    assert warm_up.gains_by_running_ahead(TimedRunner(), EngineConfig()) is gains  # type: ignore[arg-type]
+    assert warm_up.gains_by_running_ahead(TimedRunner(), EngineConfig(), (16,)) is gains  # type: ignore[arg-type]
 
 
 # --- memory and time of steps run ahead ---

@@ -13,7 +13,7 @@ from mlxserve.config import EngineConfig, cache_dir
 from mlxserve.engine import warm_up
 from mlxserve.engine.engine import Engine, Runner
 from mlxserve.errors import ModelLoadError
-from mlxserve.kv.block_pool import BlockPool
+from mlxserve.kv.block_pool import INITIAL_BLOCKS, BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
 from mlxserve.kv.manager import KVManager
 from mlxserve.runner import cpu_ops, device, probe
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 PATHS_FILE = "attention-paths.json"
 """In the cache folder: which way of decode attention was fastest for which shapes."""
+INITIAL_CACHE_BYTES = 512 * 1024 * 1024
 HEADROOM = 0.1
 """Share of the memory budget left to the arrays of a step."""
 MAX_FALLBACK_SEQS = 4
@@ -74,19 +75,21 @@ def build_engine(
         logger.info("%s runs on mlx-lm's own caches, without batching: %s", loaded.name, reason)
         runner = FallbackRunner(loaded.model, max_pass_tokens=found.max_pass_tokens)
         config = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, MAX_FALLBACK_SEQS))
-        max_blocks = 0
+        max_blocks = initial_blocks = 0
     else:
         runner = ahead_runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens)
         max_blocks = _max_blocks(loaded, config, found, paged.storage.bytes_per_block)
+        initial_blocks = _initial_blocks(config, max_blocks, paged.storage.bytes_per_block)
         context_length = min(context_length, (max_blocks - 1) * config.block_size)
     budget = PrefillBudget(
         max_prefill_tokens=config.max_prefill_tokens or found.max_prefill_tokens,
         target_itl=config.target_itl_ms / 1000,
     )
-    warm_up.run(runner, budget, config, num_groups=min(max_blocks, 1))
+    num_blocks = (initial_blocks,) if max_blocks else ()
+    warm_up.run(runner, budget, config, num_blocks)
     if ahead_runner is not None:
         if run_ahead is None:
-            run_ahead = warm_up.gains_by_running_ahead(ahead_runner, config)
+            run_ahead = warm_up.gains_by_running_ahead(ahead_runner, config, num_blocks)
         if not run_ahead:
             ahead_runner = None
     logger.info(
@@ -96,7 +99,7 @@ def build_engine(
         f"{max_blocks} KV blocks of {config.block_size} tokens" if max_blocks else "no block cache",
         time.perf_counter() - started,
     )
-    make_scheduler = _scheduler_maker(loaded.name, config, budget, max_blocks)
+    make_scheduler = _scheduler_maker(loaded.name, config, budget, max_blocks, initial_blocks)
     return BuiltEngine(Engine(runner, make_scheduler, ahead_runner), context_length, uses_block_cache=max_blocks > 0)
 
 
@@ -140,11 +143,17 @@ def _max_blocks(loaded: LoadedModel, config: EngineConfig, found: Device, bytes_
     return max_blocks
 
 
+def _initial_blocks(config: EngineConfig, max_blocks: int, bytes_per_block: int) -> int:
+    """Blocks to begin with. Growing copies the pool, which streams feel; a server begins with room for some of them."""
+    roomy = INITIAL_CACHE_BYTES // bytes_per_block if config.max_num_seqs > 1 else 0
+    return min(max_blocks, max(roomy, INITIAL_BLOCKS))
+
+
 def _scheduler_maker(
-    model_id: str, config: EngineConfig, budget: PrefillBudget, max_blocks: int
+    model_id: str, config: EngineConfig, budget: PrefillBudget, max_blocks: int, initial_blocks: int
 ) -> Callable[[], Scheduler]:
     def make() -> Scheduler:
-        groups = [FullAttentionGroup(BlockPool(max_blocks), config.block_size)] if max_blocks else []
+        groups = [FullAttentionGroup(BlockPool(max_blocks, initial_blocks), config.block_size)] if max_blocks else []
         kv = KVManager(
             groups,
             block_size=config.block_size,

@@ -12,7 +12,6 @@ from mlxserve.config import EngineConfig
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import BlockTable, DecodeRow, PrefillChunk, ScheduledStep
 from mlxserve.engine.engine import Runner
-from mlxserve.kv.block_pool import INITIAL_BLOCKS
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.scheduler.budget import PrefillBudget
 
@@ -20,8 +19,8 @@ logger = logging.getLogger(__name__)
 
 CHUNKS = (16, 64, 256)
 ROWS = (1, 2, 4, 8)
-MIXED = ((1, 48), (4, 24), (8, 96))
-"""(rows, chunk)"""
+MIXED = ((1, 48, 0), (4, 24, 0), (8, 96, 0), (4, 64, 1536))
+"""(rows, tokens of a chunk, its position): the last tells what a long prefix costs, before a stream has to."""
 START = max(CHUNKS)
 """Position of all decode rows."""
 AHEAD_STEPS = 6
@@ -29,8 +28,12 @@ MIN_GAIN = 0.02
 """Running ahead costs a discarded row where a stream ends; it has to be worth more."""
 
 
-def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_groups: int) -> None:
-    """Run a spread of steps twice: the first compiles, the second tells the budget how long they take."""
+def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_blocks: tuple[int, ...]) -> None:
+    """Run a spread of steps twice: the first compiles, the second tells the budget how long they take.
+
+    `num_blocks`: the initial size of each group's pool, which the runner makes on the way.
+    """
+    num_groups = len(num_blocks)
     # Alone, a prompt is never weighed against streams: nothing to measure, only kernels to compile.
     sizes = CHUNKS if config.max_num_seqs > 1 else CHUNKS[:1]
     tables = _tables(config, num_groups)
@@ -41,21 +44,22 @@ def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_groups:
     loads += [((), _rows(count, tables)) for count in ROWS[: None if num_groups else 1] if count <= config.max_num_seqs]
     if num_groups:
         loads += [
-            ((PrefillChunk("warm-up-chunk", (0,) * size, 0, tables),), _rows(count, tables))
-            for count, size in MIXED
+            ((PrefillChunk("warm-up-chunk", (0,) * size, start, tables),), _rows(count, tables))
+            for count, size, start in MIXED
             if count <= config.max_num_seqs
         ]
     for prefill, decode in loads:
-        step = _step(prefill, decode, num_groups)
+        step = _step(prefill, decode, num_blocks)
         runner.run(step)
         budget.observe(step, runner.run(step))
-    runner.run(_step((), (), num_groups, released=("warm-up-0",)))
+    runner.run(_step((), (), num_blocks, released=("warm-up-0",)))
 
 
-def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig) -> bool:
+def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig, num_blocks: tuple[int, ...]) -> bool:
     """Whether streams go faster when a step is built while the one before it is computed. Measured, in turns."""
-    known = _step((), _rows(1, _tables(config, 1)), 1)
-    unknown = _step((), _rows(1, _tables(config, 1), token_id=None), 1)
+    tables = _tables(config, len(num_blocks))
+    known = _step((), _rows(1, tables), num_blocks)
+    unknown = _step((), _rows(1, tables, token_id=None), num_blocks)
     plain: list[float] = []
     ahead: list[float] = []
     for _ in range(AHEAD_STEPS):
@@ -75,7 +79,8 @@ def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig) -> bool:
 
 
 def _tables(config: EngineConfig, num_groups: int) -> tuple[BlockTable, ...]:
-    return ((0,) * (START // config.block_size + 1),) * num_groups
+    longest = max([START, *(start + size for _, size, start in MIXED)])
+    return ((0,) * (longest // config.block_size + 1),) * num_groups
 
 
 def _rows(count: int, tables: tuple[BlockTable, ...], token_id: int | None = 0) -> tuple[DecodeRow, ...]:
@@ -84,6 +89,9 @@ def _rows(count: int, tables: tuple[BlockTable, ...], token_id: int | None = 0) 
 
 
 def _step(
-    prefill: Sequence[PrefillChunk], decode: Sequence[DecodeRow], num_groups: int, released: tuple[str, ...] = ()
+    prefill: Sequence[PrefillChunk],
+    decode: Sequence[DecodeRow],
+    num_blocks: tuple[int, ...],
+    released: tuple[str, ...] = (),
 ) -> ScheduledStep:
-    return ScheduledStep(0, (), tuple(prefill), tuple(decode), (INITIAL_BLOCKS,) * num_groups, released)
+    return ScheduledStep(0, (), tuple(prefill), tuple(decode), num_blocks, released)

@@ -55,9 +55,9 @@ class PrefillBudget:
     """Prefill tokens for one step: many when nobody decodes; else what keeps the predicted step time under the limit.
 
     The limit is `target_itl` seconds, or `decode_multiple` times the step without prefill where that is more (a machine
-    that decodes at 90 ms would otherwise prefill 10 ms a step; below three, so that nobody's stream takes three times
-    its own pace). `min_prefill_tokens` are given in any case: a prompt
-    always advances, and smaller chunks would cost a forward pass each for next to nothing.
+    that decodes at 90 ms would otherwise prefill 10 ms a step; well below three, so that no stream takes three times
+    its own pace). `min_prefill_tokens` are given in any case: a prompt always advances, and smaller chunks would cost a
+    forward pass each for next to nothing.
 
     Step times come from observe(): at warm-up for a spread of loads, then for every step as the engine runs.
     """
@@ -67,7 +67,7 @@ class PrefillBudget:
         *,
         max_prefill_tokens: int,
         target_itl: float,
-        decode_multiple: float = 2.8,
+        decode_multiple: float = 2.5,
         min_prefill_tokens: int = 32,
     ) -> None:
         self.max_prefill_tokens = max_prefill_tokens
