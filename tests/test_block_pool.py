@@ -144,3 +144,19 @@ def test_integrity_check_sees_what_is_wrong() -> None:
     broken("pool._children.clear()")
     broken("pool._blocks[held].ref_count = 2")
     broken("pool._blocks[kept].content = None")
+
+
+def test_does_not_grow_only_to_keep_what_nobody_holds() -> None:
+    pool = BlockPool(max_blocks=100, initial_blocks=9)
+    blocks = [pool.take() for _ in range(8)]
+    for index, block in enumerate(blocks):
+        tokens = (index,) * 4
+        pool.publish(block, BlockContent(root_hash("m", None), tokens, block_hash(root_hash("m", None), tokens)))
+        pool.release(block)
+    assert (pool.num_cached, pool.num_blocks) == (8, 9)
+    held = [pool.take() for _ in range(2)]
+    assert (pool.num_cached, pool.num_blocks) == (6, 9), "nobody holds anything: the oldest two give way"
+    held += [pool.take() for _ in range(2)]
+    assert pool.num_cached >= 5, "a quarter is in use: the pool grows and keeps the rest"
+    assert pool.num_blocks == 18
+    pool.check_integrity(Counter(held))

@@ -92,7 +92,7 @@ def reference_engine(name: str) -> Engine:
     loaded = tiny_models.loaded(tiny_models.build(name))
     config = tiny_models.engine_config(block_size=64, enable_prefix_caching=False, max_num_seqs=1)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config: False)
+        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: False)
         return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH).engine
 
 
@@ -155,7 +155,7 @@ def build(monkeypatch: pytest.MonkeyPatch, combination: Combination, cases: list
     )
     loaded = tiny_models.loaded(tiny_models.build(combination.model))
     with monkeypatch.context() as patched:
-        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config: combination.runs_ahead)
+        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: combination.runs_ahead)
         patched.setattr(paths, "choose", lambda ways, *_: lambda *_: ways[combination.attention_path])
         return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH).engine
 

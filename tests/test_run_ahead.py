@@ -372,7 +372,7 @@ def num_starts_ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def build(monkeypatch: pytest.MonkeyPatch, name: str, *, runs_ahead: bool, **settings: Any) -> BuiltEngine:
     """An engine on a tiny checkpoint, with the outcome of what it measures given."""
     monkeypatch.setattr(paths, "choose", lambda ways, *_: lambda *_: ways[0])
-    monkeypatch.setattr(warm_up, "gains_by_running_ahead", lambda runner, config: runs_ahead)
+    monkeypatch.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: runs_ahead)
     config = tiny_models.engine_config(**settings)
     return build_engine(tiny_models.loaded(tiny_models.build(name)), config, device.detect(), 4096)
 

@@ -19,6 +19,8 @@ from mlxserve.errors import ConfigError, EngineError
 from mlxserve.kv.block_hash import BlockHash
 
 INITIAL_BLOCKS = 16
+MAX_IDLE_SHARE = 4
+"""The pool does not grow past this many times the blocks in use only to keep what nobody holds."""
 
 
 class CacheIntegrityError(EngineError):
@@ -89,13 +91,13 @@ class BlockPool:
         return self._blocks[block_id].ref_count
 
     def take(self) -> int:
-        """Hand out a block with no content and one reference: a free one, else a new one, else the least recently
-        used cached one.
+        """Hand out a block with no content and one reference: a free one, else the least recently used cached one or
+        a new one.
 
         Raises:
             EngineError: none is left; ask `num_available` first.
         """
-        if not self._free and len(self._blocks) < self.max_blocks:
+        if not self._free and self._should_grow():
             self._add_blocks(min(len(self._blocks), self.max_blocks - len(self._blocks)))
         if self._free:
             block_id = self._free.pop()
@@ -182,6 +184,12 @@ class BlockPool:
         with_content = [block.content for block in self._blocks if block.content is not None]
         _check(len(self._by_hash) == sum(content.hash is not None for content in with_content), "a hash names no block")
         _check(sum(map(len, self._children.values())) == len(with_content), "a parent names a block without content")
+
+    def _should_grow(self) -> bool:
+        """Whether a new block is better than the oldest cached one: growing copies the whole pool."""
+        if len(self._blocks) >= self.max_blocks:
+            return False
+        return not self._cached or self.num_used * MAX_IDLE_SHARE >= len(self._blocks)
 
     def _add_blocks(self, count: int) -> None:
         first = len(self._blocks)
