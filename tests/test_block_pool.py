@@ -157,6 +157,6 @@ def test_does_not_grow_only_to_keep_what_nobody_holds() -> None:
     held = [pool.take() for _ in range(2)]
     assert (pool.num_cached, pool.num_blocks) == (6, 9), "nobody holds anything: the oldest two give way"
     held += [pool.take() for _ in range(2)]
-    assert pool.num_cached >= 5, "a quarter is in use: the pool grows and keeps the rest"
+    assert pool.num_cached >= 5, "a third is in use: the pool grows and keeps the rest"
     assert pool.num_blocks == 18
     pool.check_integrity(Counter(held))

@@ -19,7 +19,7 @@ from mlxserve.errors import ConfigError, EngineError
 from mlxserve.kv.block_hash import BlockHash
 
 INITIAL_BLOCKS = 16
-MAX_IDLE_SHARE = 4
+MAX_IDLE_SHARE = 3
 """The pool does not grow past this many times the blocks in use only to keep what nobody holds."""
 
 

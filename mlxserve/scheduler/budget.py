@@ -67,7 +67,7 @@ class PrefillBudget:
         *,
         max_prefill_tokens: int,
         target_itl: float,
-        decode_multiple: float = 2.5,
+        decode_multiple: float = 2.4,
         min_prefill_tokens: int = 32,
     ) -> None:
         self.max_prefill_tokens = max_prefill_tokens
