@@ -12,7 +12,7 @@ WORD_STARTS = ("\u0120", "\u2581")
 
 
 class PromptMaker:
-    """Texts of random words, each one token, so that every server tokenises them alike and none finds them cached."""
+    """Texts of random words, one token each wherever they stand: every server counts them alike, none has them cached."""
 
     def __init__(self, tokenizer_file: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
@@ -45,9 +45,15 @@ class PromptMaker:
             for token in tokens
             if token.startswith(WORD_STARTS) and token[1:].isascii() and token[1:].isalpha()
         ]
-        encoded = self._tokenizer.encode_batch([f"the {word}" for word in candidates], add_special_tokens=False)
-        one = len(self._tokenizer.encode("the", add_special_tokens=False).ids) + 1
-        words = [word for word, encoding in zip(candidates, encoded, strict=True) if len(encoding.ids) == one]
+        # The first word of a text stands without a space before it, and is another token there.
+        first = self._tokenizer.encode_batch(candidates, add_special_tokens=False)
+        later = self._tokenizer.encode_batch([f"the {word}" for word in candidates], add_special_tokens=False)
+        before = len(self._tokenizer.encode("the", add_special_tokens=False).ids)
+        words = [
+            word
+            for word, alone, behind in zip(candidates, first, later, strict=True)
+            if len(alone.ids) == 1 and len(behind.ids) == before + 1
+        ]
         if len(words) < MIN_WORDS:
-            raise ValueError(f"the vocabulary has only {len(words)} words that are one token; {MIN_WORDS} are needed")
+            raise ValueError(f"the vocabulary has only {len(words)} words of one token; {MIN_WORDS} are needed")
         return words
