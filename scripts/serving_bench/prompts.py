@@ -12,7 +12,7 @@ WORD_STARTS = ("\u0120", "\u2581")
 
 
 class PromptMaker:
-    """Texts of random words, one token each wherever they stand: every server counts them alike, none has them cached."""
+    """Texts of random words, one token each wherever they stand: all servers count them alike, none has them cached."""
 
     def __init__(self, tokenizer_file: Path) -> None:
         self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
