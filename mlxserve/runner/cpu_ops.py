@@ -22,17 +22,19 @@ _ROUNDING = 12582912.0
 
 
 def _exp(x: mx.array) -> mx.array:
-    """exp of a float32 array up to 88, as 2**n * 2**f: n through the exponent bits, -0.5 <= f <= 0.5 by a polynomial.
+    """exp of a float32 array up to 88, as 2**n * 2**f, with -0.5 <= f <= 0.5 by a polynomial.
 
-    The polynomial is the Taylor series of exp(f * ln 2) to degree 6: relative error 2.5e-7, and 4e-6 at exp(-87).
+    The polynomial is the one of degree 5 with the least relative error among those that are exact at 0: 9.1e-8, and
+    1.9e-7 as float32 computes it. Rounding of x * log2(e) adds |x| * 6e-8. n is added to the exponent bits; the
+    rounding constant has none below bit 22, so the shift leaves nothing of it.
     """
-    y = mx.maximum(x * _LOG2_E, -126.0)
+    y = mx.maximum(x * _LOG2_E, -125.0)
     shifted = y + _ROUNDING
     f = y - (shifted - _ROUNDING)
-    power = 0.0013333558146428443 + f * 0.00015403530393381608
-    power = 0.05550410866482158 + f * (0.009618129107628477 + f * power)
-    power = 1.0 + f * (0.6931471805599453 + f * (0.2402265069591007 + f * power))
-    return power * mx.left_shift(shifted.view(mx.int32) + 127, 23).view(mx.float32)
+    power = 0.009671513183108407 + f * 0.0013264728768904305
+    power = 0.24022242077091394 + f * (0.05550733744478206 + f * power)
+    power = 1.0 + f * (0.6931469775951131 + f * power)
+    return (power.view(mx.int32) + mx.left_shift(shifted.view(mx.int32), 23)).view(mx.float32)
 
 
 _shifted_exp = CompiledByShape(lambda scores, maximum: _exp(scores - maximum), max_traces=256)

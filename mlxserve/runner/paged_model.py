@@ -57,16 +57,14 @@ class _Pass:
     def __init__(
         self,
         positions: mx.array,
-        blocks: mx.array,
-        block_size: int,
+        slots: mx.array,
         *,
         num_rows: int = 0,
         row_attention: RowAttention | None = None,
         chunks: Sequence[ChunkInputs] = (),
     ) -> None:
         self.positions = positions
-        self.blocks = blocks
-        self.slots = positions % block_size
+        self.slots = slots
         self.num_rows = num_rows
         self.row_attention = row_attention
         self.num_query_heads = 0
@@ -128,9 +126,8 @@ class LayerView:
             raise UnsupportedByBlockCache("its attention folds tokens together")
         if bound.written is not None:
             raise UnsupportedByBlockCache("some layer writes to its cache more than once in a pass")
-        blocks, slots = bound.current.blocks, bound.current.slots
-        bound.keys[blocks, :, slots] = keys[:, :, 0].astype(bound.keys.dtype)
-        bound.values[blocks, :, slots] = values[:, :, 0].astype(bound.values.dtype)
+        bound.keys = _write(bound.keys, keys, bound.current.slots)
+        bound.values = _write(bound.values, values, bound.current.slots)
         bound.written = keys, values
         return keys, values
 
@@ -160,6 +157,13 @@ class LayerView:
         ]
         output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
         return output[:, :, None]
+
+
+def _write(pool: mx.array, states: mx.array, slots: mx.array) -> mx.array:
+    """`pool` with (tokens, Hkv, 1, D) keys or values at `slots`: its own buffer, if nobody else refers to it."""
+    rows = pool.reshape(-1, pool.shape[-1])
+    rows[slots] = states.reshape(-1, pool.shape[-1]).astype(pool.dtype)
+    return rows.reshape(pool.shape)
 
 
 class PagedModel:
@@ -233,7 +237,9 @@ class PagedModel:
             chunk_positions = range(start, start + len(chunk_ids))
             positions.extend(chunk_positions)
             blocks.extend(table[position // block_size] for position in chunk_positions)
-        current = _Pass(mx.array(positions), mx.array(blocks), block_size, num_rows=len(rows), chunks=inputs)
+        places = mx.array(positions)
+        slots = self._slots(places, mx.array(blocks))
+        current = _Pass(places, slots, num_rows=len(rows), chunks=inputs)
         if rows:
             starts, tables = [start for _, start, _ in rows], [table for _, _, table in rows]
             row_inputs = DecodeInputs.build(starts, tables, block_size, len(rows))
@@ -257,8 +263,15 @@ class PagedModel:
         block_size = self.storage.block_size
         row_attention = self._path.prepare(DecodeInputs(*inputs), positions, self._num_kv_heads, block_size)
         num_rows = token_ids.shape[0]
-        current = _Pass(positions, blocks, block_size, num_rows=num_rows, row_attention=row_attention)
+        slots = self._slots(positions, blocks)
+        current = _Pass(positions, slots, num_rows=num_rows, row_attention=row_attention)
         return self._forward(token_ids, current, keys, values)
+
+    def _slots(self, positions: mx.array, blocks: mx.array) -> mx.array:
+        """Where the (Hkv, D) states of each token go in a pool seen as (num_blocks * Hkv * block_size, D)."""
+        block_size = self.storage.block_size
+        head_blocks = blocks[:, None] * self._num_kv_heads + mx.arange(self._num_kv_heads)
+        return (head_blocks * block_size + positions[:, None] % block_size).reshape(-1)
 
     def _forward(
         self, token_ids: mx.array, current: _Pass, keys: list[mx.array], values: list[mx.array]

@@ -117,15 +117,15 @@ class Scheduler:
             if request.num_uncomputed_tokens == 1 and self._make_room(request):
                 plan.streams.append(request)
 
-        # Prompts, oldest first. Each takes half of what is left, so that a short one need not wait for a long one.
+        # Prompts, oldest first; none takes all, so that a short one need not wait for a long one.
         for request in self._running:
             if request.num_uncomputed_tokens > 1:
-                self._grant_chunk(plan, request, at_most_half=True)
+                self._grant_chunk(plan, request, is_share=True)
         self._admit_waiting(plan)
 
         # What nobody else wanted goes to the oldest.
         for request in tuple(plan.chunk_ends):
-            self._grant_chunk(plan, request, at_most_half=False)
+            self._grant_chunk(plan, request, is_share=False)
 
         if not plan.streams and not plan.chunks() and not plan.rows() and not self._released:
             return None
@@ -254,13 +254,12 @@ class Scheduler:
             self._preempt(self._running[-1])
         return False
 
-    def _grant_chunk(self, plan: Plan, request: Request, *, at_most_half: bool) -> None:
-        """Plan as much of the request's prompt as the budget has left; more than planned before, never less."""
+    def _grant_chunk(self, plan: Plan, request: Request, *, is_share: bool) -> None:
+        """Plan the request's share of the budget, or all that is left; more than planned before, never less."""
         start, wanted = request.num_computed_tokens, request.num_uncomputed_tokens - 1
         allowed = self._budget.num_tokens(plan.load(without=request), start)
-        if at_most_half:
-            share = min(MIN_SHARE, self._budget.max_prefill_tokens // 2)
-            allowed = min(allowed, max(allowed // 2, share))
+        if is_share:
+            allowed = min(allowed, self._share(plan, allowed))
         end = start + min(wanted, allowed)
         if wanted > allowed:
             # A chunk that ends with a block publishes all it wrote. A quarter of a chunk is not too much for that.
@@ -268,6 +267,19 @@ class Scheduler:
             end = aligned if end - aligned <= allowed // 4 else end
         if end > start or wanted == 0:
             plan.chunk_ends[request] = max(end, plan.chunk_ends.get(request, end))
+
+    def _share(self, plan: Plan, num_left: int) -> int:
+        """How many of the `num_left` tokens that the step may still prefill the next prompt in turn may take.
+
+        Beside streams half of them: the oldest soon streams too. While nobody streams all prompts advance side by side:
+        prompts that came together begin to stream together, and then decode as one batch. One that began before the
+        others would have each of them wait for its steps, which take hardly less for one row than for all.
+        """
+        min_share = min(MIN_SHARE, self._budget.max_prefill_tokens // 2)
+        if plan.streams:
+            return max(num_left // 2, min_share)
+        num_prompts = min(len(self._requests), self._config.max_num_seqs)
+        return max(self._budget.max_prefill_tokens // num_prompts, min_share)
 
     def _admit_waiting(self, plan: Plan) -> None:
         passed_over: list[Request] = []
@@ -304,7 +316,7 @@ class Scheduler:
             request.num_cached_tokens = hit.num_tokens
             self._num_prefix_queried_tokens += request.num_tokens
             self._num_prefix_hit_tokens += hit.num_tokens
-        self._grant_chunk(plan, request, at_most_half=True)
+        self._grant_chunk(plan, request, is_share=True)
 
     def _give_out(self, plan: Plan) -> ScheduledStep:
         flight = Flight(chunks=plan.chunks(), rows=plan.rows())

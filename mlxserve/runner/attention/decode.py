@@ -76,6 +76,8 @@ class PairInputs(NamedTuple):
     """(B, N) pairs of each row, 0 where padded."""
     row_mask: mx.array
     """(B, N, 1, 1, 1) 0 or MASKED."""
+    weight_indices: mx.array
+    """(P, Hkv) into weights seen as (P * Hkv, G, block_size): one after the other."""
 
 
 def derive(inputs: DecodeInputs, positions: mx.array, num_kv_heads: int, block_size: int) -> PairInputs:
@@ -89,6 +91,7 @@ def derive(inputs: DecodeInputs, positions: mx.array, num_kv_heads: int, block_s
         mask=mask[:, None, None],
         row_pairs=mx.maximum(inputs.row_pairs, 0),
         row_mask=mx.where(inputs.row_pairs >= 0, 0.0, MASKED)[:, :, None, None, None],
+        weight_indices=mx.arange(inputs.pair_rows.shape[0] * num_kv_heads).reshape(-1, num_kv_heads),
     )
 
 
@@ -98,7 +101,7 @@ def attend(
     """queries (B, Hq, Dk), keys and values one layer's pools. Returns (B, Hq, Dv); softmax in float32."""
     num_rows, num_heads, _ = queries.shape
     _, num_kv_heads, block_size, _ = keys.shape
-    num_pairs, group = pairs.mask.shape[0], num_heads // num_kv_heads
+    group = num_heads // num_kv_heads
 
     scores = mx.gather_mm(
         (queries * scale).reshape(num_rows * num_kv_heads, group, -1),
@@ -114,7 +117,7 @@ def attend(
         return mx.gather_mm(
             weights.astype(values.dtype).reshape(-1, group, block_size),
             flat_values,
-            lhs_indices=mx.arange(num_pairs * num_kv_heads).reshape(num_pairs, num_kv_heads),
+            lhs_indices=pairs.weight_indices,
             rhs_indices=pairs.pool_indices,
         ).astype(mx.float32)
 
@@ -128,7 +131,8 @@ def attend(
         total = weights.sum(axis=-1, keepdims=True)
         partial = weigh(weights)
         row_maximum = maximum[pairs.row_pairs] + pairs.row_mask  # (B, N, Hkv, G, 1)
-        share = shifted_exp(row_maximum, row_maximum.max(axis=1, keepdims=True))
+        # One number for each pair and head: MLX's own exp costs less here than the many operations of a quick one.
+        share = mx.exp(row_maximum - row_maximum.max(axis=1, keepdims=True))
         merged = (partial[pairs.row_pairs] * share).sum(axis=1) / (total[pairs.row_pairs] * share).sum(axis=1)
     return merged.reshape(num_rows, num_heads, -1).astype(queries.dtype)
 
