@@ -82,7 +82,7 @@ def test_several_prompts_are_prefilled_in_one_step() -> None:
 
 
 def test_prompts_that_come_together_begin_to_stream_together() -> None:
-    driver = Driver(make_scheduler(max_prefill_tokens=512, max_num_seqs=4))
+    driver = Driver(make_scheduler(1000, max_prefill_tokens=512, max_num_seqs=4))
     driver.add(*(make_request(f"r{i}", prompt(400, 1000 * i), max_tokens=9, **NO_EOS) for i in range(1, 7)))
     steps = [driver.step() for _ in range(4)]
     assert chunk_sizes(steps[0]) == dict.fromkeys(["r1", "r2", "r3", "r4"], 128)
@@ -90,7 +90,7 @@ def test_prompts_that_come_together_begin_to_stream_together() -> None:
 
 
 def test_beside_streams_the_oldest_prompt_is_first_to_be_done() -> None:
-    driver = Driver(make_scheduler(max_prefill_tokens=512))
+    driver = Driver(make_scheduler(1000, max_prefill_tokens=512))
     driver.add(make_request("stream", prompt(3), max_tokens=30, **NO_EOS))
     driver.step()
     driver.add(*(make_request(f"r{i}", prompt(400, 1000 * i)) for i in range(1, 4)))
