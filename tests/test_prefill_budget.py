@@ -93,11 +93,11 @@ def test_slow_decoding_gets_a_multiple_of_its_own_step() -> None:
 
 def test_prefill_always_advances_but_only_one_chunk_gets_the_minimum() -> None:
     budget = PrefillBudget(max_prefill_tokens=2048, target_itl=0.001, decode_multiple=1.0)
-    assert budget.num_tokens(load_of([], [5]), 0) == 32
+    assert budget.num_tokens(load_of([], [5]), 0) == 16
     observe(budget, make_step([(0, 100)], []))
     observe(budget, make_step([], [5]))
-    assert budget.num_tokens(load_of([], [5]), 0) == 32
-    assert budget.num_tokens(load_of([(0, 32)], [5]), 0) == 0
+    assert budget.num_tokens(load_of([], [5]), 0) == 16
+    assert budget.num_tokens(load_of([(0, 16)], [5]), 0) == 0
     assert PrefillBudget(max_prefill_tokens=8, target_itl=0.001).num_tokens(load_of([], [5]), 0) == 8
 
 

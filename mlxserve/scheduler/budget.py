@@ -67,8 +67,8 @@ class PrefillBudget:
         *,
         max_prefill_tokens: int,
         target_itl: float,
-        decode_multiple: float = 2.4,
-        min_prefill_tokens: int = 32,
+        decode_multiple: float = 2.2,
+        min_prefill_tokens: int = 16,
     ) -> None:
         self.max_prefill_tokens = max_prefill_tokens
         self.min_prefill_tokens = min(min_prefill_tokens, max_prefill_tokens)
