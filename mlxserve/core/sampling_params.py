@@ -24,8 +24,8 @@ class SamplingParams:
        answer has so far; the prompt does not count (as OpenAI defines them).
     4. Tokens that would end the answer are ruled out while it is shorter than min_tokens.
     5. temperature divides the logits.
-    6. typical_p, top_k, top_p and min_p, in this order, each cut the set of candidates, each on the distribution left by
-       the one before.
+    6. typical_p, top_k, top_p and min_p, in this order, each cut the set of candidates, each on the distribution left
+       by the one before.
     7. One token is drawn.
 
     Temperature 0 is greedy: after the first four the largest logit wins, and the rest does not matter.

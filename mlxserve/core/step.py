@@ -8,8 +8,8 @@ A step has two kinds of work. Runner order is the order of the fields: copies, p
 | DecodeRow    | exactly 1         | yes    | block tables that cover start + 1 positions       |
 
 The last known token of a sequence is always a decode row, also the last token of a prompt: it is the only
-position whose logits anybody wants, but where log-probabilities of the prompt are asked for. A chunk that ends at the second-to-last token may stand in the same step as that
-sequence's decode row.
+position whose logits anybody wants, but where log-probabilities of the prompt are asked for. A chunk that ends at the
+second-to-last token may stand in the same step as that sequence's decode row.
 
 Both objects are plain and picklable: a step can be logged, replayed, or sent to other ranks.
 """
