@@ -98,19 +98,19 @@ class SamplingParams:
         if self.num_logprobs is not None and not 0 <= self.num_logprobs <= MAX_LOGPROBS:
             raise InvalidParameter(f"at most {MAX_LOGPROBS} logprobs a token", param="top_logprobs")
         if self.prompt_logprobs is not None and not 0 <= self.prompt_logprobs <= MAX_LOGPROBS:
-            raise InvalidParameter(f"at most {MAX_LOGPROBS} logprobs a token", param="prompt_logprobs")
+            raise InvalidParameter(f"prompt_logprobs must be between 0 and {MAX_LOGPROBS}", param="prompt_logprobs")
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidParameter(f"at most {MAX_STOP_TOKEN_IDS} stop tokens", param="stop_token_ids")
+            raise InvalidParameter(f"stop_token_ids has more than {MAX_STOP_TOKEN_IDS} tokens", param="stop_token_ids")
         if len(self.logit_bias) > MAX_LOGIT_BIASES:
-            raise InvalidParameter(f"at most {MAX_LOGIT_BIASES} tokens can have a bias", param="logit_bias")
+            raise InvalidParameter(f"logit_bias has more than {MAX_LOGIT_BIASES} tokens", param="logit_bias")
         for token_id, bias in self.logit_bias:
             if not -100.0 <= bias <= 100.0:
                 raise InvalidParameter(
-                    f"the bias of a token must be between -100 and 100; that of {token_id} is {bias}",
+                    f"logit_bias must be between -100 and 100; that of token {token_id} is {bias}",
                     param="logit_bias",
                 )
         if len({token_id for token_id, _ in self.logit_bias}) < len(self.logit_bias):
-            raise InvalidParameter("a token has two biases", param="logit_bias")
+            raise InvalidParameter("logit_bias gives a token two biases", param="logit_bias")
 
     @property
     def is_greedy(self) -> bool:
