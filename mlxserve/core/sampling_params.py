@@ -64,7 +64,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
     """(token id, what is added to its logit), each id once."""
     min_tokens: int = 0
-    """No end-of-sequence or stop token, and no stop string, ends the answer within this many tokens."""
+    """No end-of-sequence or stop token ends the answer within this many tokens; stop strings are searched for after."""
     prompt_logprobs: int | None = None
     """The same as num_logprobs for the tokens of the prompt."""
 

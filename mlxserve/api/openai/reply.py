@@ -178,13 +178,14 @@ class CompletionReply:
         for delta in deltas:
             start = self._text_lengths[index]
             num_before, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="ignore")
-            for token in delta.tokens:
+            for position, token in enumerate(delta.tokens):
                 data = self._token_bytes(token.token_id)
                 tokens.append(token_text(data))
                 text_offset.append(start + min(num_before, len(delta.text)))
+                if position == 0 and token.logprobs is None and not delta.text[: len(data)].encode().startswith(data):
+                    # What the tokenizer put before a prompt is no part of its text.
+                    data = b""
                 if token.logprobs is None:
-                    # The first token of a prompt: a text that begins with something else is one the tokenizer added to.
-                    data = data if delta.text.startswith(tokens[-1]) else b""
                     token_logprobs.append(None)
                     top_logprobs.append(None)
                 else:
