@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -16,6 +16,7 @@ from mlxserve.core.generation import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    PromptLogprobs,
     TextDelta,
     TextPrompt,
     Timings,
@@ -65,6 +66,10 @@ class Script:
     finishes: bool = True
     """False: the events end without Finished."""
     num_cached_tokens: int = 0
+    sample_texts: tuple[str, ...] = ()
+    """What each sample of a prompt says, in place of `text`."""
+    sample_logprobs: tuple[float, ...] = ()
+    """The log-probability of each of its tokens, in place of -0.5."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +152,18 @@ class FakeModel:
         self.default_sampling = host.default_sampling
         self._host = host
 
+    async def generate_samples(self, request: GenerationRequest, num_samples: int) -> "list[FakeGeneration]":
+        generation = await self.generate(request)
+        if num_samples == 1:
+            return [generation]
+        samples = []
+        for index in range(num_samples):
+            prompt_logprobs = None if index else request.sampling.prompt_logprobs
+            sampling = replace(request.sampling, prompt_logprobs=prompt_logprobs)
+            sample = replace(request, request_id=f"{request.request_id}-{index}", sampling=sampling)
+            samples.append(FakeGeneration(sample, self._host.script, self._host, index))
+        return samples
+
     async def generate(self, request: GenerationRequest) -> "FakeGeneration":
         script = self._host.script
         self._host.requests.append(request)
@@ -173,13 +190,26 @@ def num_prompt_tokens(request: GenerationRequest) -> int:
             return len(token_ids)
 
 
+def prompt_bytes(request: GenerationRequest) -> bytes:
+    match request.prompt:
+        case ChatPrompt(messages=messages):
+            return "".join(message["content"] for message in messages).encode()
+        case TextPrompt(text=text):
+            return text.encode()
+        case TokenPrompt(token_ids=token_ids):
+            return bytes(token_ids)
+
+
 class FakeGeneration:
-    def __init__(self, request: GenerationRequest, script: Script, host: FakeHost) -> None:
+    def __init__(self, request: GenerationRequest, script: Script, host: FakeHost, index: int = 0) -> None:
         self.request_id = request.request_id
         self.num_prompt_tokens = num_prompt_tokens(request)
         self._request = request
         self._script = script
         self._host = host
+        self._text = script.sample_texts[index] if script.sample_texts else script.text
+        self._logprob = script.sample_logprobs[index] if script.sample_logprobs else -0.5
+        self._index = index
         self._events = self._run()
         self._ended = False
 
@@ -199,7 +229,12 @@ class FakeGeneration:
     async def _run(self):
         if self._script.first_token is not None:
             await self._script.first_token.wait()
-        text, reason, stop_string = self._script.text, FinishReason.STOP, None
+        text, reason, stop_string = self._text, FinishReason.STOP, None
+        if self._request.sampling.prompt_logprobs is not None:
+            # The samples after the first one are ahead of it.
+            await asyncio.sleep(0.02)
+            first, *rest = prompt_bytes(self._request)
+            yield PromptLogprobs((SampledToken(first), *(self._scored(byte) for byte in rest)))
         for stop in self._request.stop:
             if stop in text:
                 text, stop_string = text[: text.index(stop)], stop
@@ -221,7 +256,8 @@ class FakeGeneration:
             raise self._script.failure
         if not self._script.finishes:
             return
-        usage = Usage(self.num_prompt_tokens, self._script.num_cached_tokens, num_tokens)
+        num_cached_tokens = self.num_prompt_tokens - 1 if self._index else self._script.num_cached_tokens
+        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens)
         yield Finished(reason, stop_string, usage, TIMINGS)
 
     def _token(self, byte: int) -> SampledToken:
@@ -229,8 +265,14 @@ class FakeGeneration:
         num_logprobs = self._request.sampling.num_logprobs
         if num_logprobs is None:
             return SampledToken(byte)
-        top = tuple(((byte + rank) % 256, -0.5 - rank) for rank in range(num_logprobs))
-        return SampledToken(byte, TokenLogprobs(-0.5, top))
+        top = tuple(((byte + rank) % 256, self._logprob - rank) for rank in range(num_logprobs))
+        return SampledToken(byte, TokenLogprobs(self._logprob, top))
+
+    def _scored(self, byte: int) -> SampledToken:
+        """A token of the prompt: as likely as its value says."""
+        num_top = self._request.sampling.prompt_logprobs or 0
+        top = tuple((rank, -0.25 * (rank + 1)) for rank in range(num_top))
+        return SampledToken(byte, TokenLogprobs(-byte / 100, top))
 
 
 @contextmanager

@@ -108,7 +108,16 @@ def bounds(schema: Any) -> Iterator[int]:
             yield from bounds(item)
     elif isinstance(schema, dict):
         for key, value in schema.items():
-            if key in ("minimum", "maximum", "exclusiveMinimum", "minLength", "maxLength", "minItems", "maxItems"):
+            if key in (
+                "minimum",
+                "maximum",
+                "exclusiveMinimum",
+                "minLength",
+                "maxLength",
+                "minItems",
+                "maxItems",
+                "maxProperties",
+            ):
                 yield int(value)
             elif key == "exclusiveMaximum":
                 yield int(value) - 1

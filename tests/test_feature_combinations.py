@@ -7,6 +7,7 @@ import functools
 import os
 import random
 from dataclasses import dataclass, replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -62,7 +63,7 @@ class Combination:
             num_requests=rng.randint(1, 8),
             max_num_seqs=rng.choice([1, 3, 8, 32]),
             shared_prefix=rng.choice([0, 0, 24, 64, 90]),
-            samplings=rng.choice(["greedy", "seeded", "mixed"]),
+            samplings=rng.choice(["greedy", "seeded", "mixed", "wishes", "wishes"]),
             arrivals=rng.choice(["at once", "evenly", "anyhow"]),
             attention_path=rng.choice([0, 1]),
         )
@@ -105,7 +106,7 @@ def seeded_reference(name: str, prompt_ids: list[int], max_tokens: int, sampling
     answer = serve(reference_engine(name), [(0, request)]).ids("alone")
     logits = reference_model(name)(mx.array([prompt_ids + answer[:-1]]))[0, len(prompt_ids) - 1 :]
     noise = NOISE * mx.random.normal((NUM_NOISES, *logits.shape), key=mx.random.key(0))
-    rows = [DecodeRow("", 0, 0, (), sampling, request.seed, index) for index in range(len(answer))] * NUM_NOISES
+    rows = [row_after(request, prompt_ids + answer[:index]) for index in range(len(answer))] * NUM_NOISES
     drawn = [token.token_id for token in Sampler().sample((logits + noise).flatten(0, 1), rows).collect()]
     for index, token_id in enumerate(answer):
         draws = set(drawn[index :: len(answer)])
@@ -115,29 +116,74 @@ def seeded_reference(name: str, prompt_ids: list[int], max_tokens: int, sampling
     return answer
 
 
+def row_after(request: Request, token_ids: list[int]) -> DecodeRow:
+    request = replace(request)
+    request.token_ids = token_ids
+    start = len(token_ids) - 1
+    output_index = len(token_ids) - request.num_prompt_tokens
+    return DecodeRow(
+        request_id="",
+        token_id=token_ids[-1],
+        start=start,
+        block_tables=(),
+        sampling=request.sampling,
+        seed=request.seed,
+        output_index=output_index,
+        history=request.penalty_history(start),
+        banned_token_ids=request.banned_token_ids(output_index),
+    )
+
+
+def make_wishes(rng: random.Random) -> dict[str, Any]:
+    """Some of all that a request can ask of the sampler, and of the log-probabilities beside it."""
+    wishes: dict[str, Any] = {
+        "repetition_penalty": rng.choice([0.8, 1.3]),
+        "repeat_last_n": rng.choice([-1, 1, 9, 64]),
+        "presence_penalty": rng.choice([-0.3, 0.7]),
+        "frequency_penalty": rng.choice([-0.1, 0.5]),
+        "logit_bias": tuple((token_id, rng.uniform(-100, 5)) for token_id in rng.sample(range(300), 10)),
+        "typical_p": rng.choice([0.5, 0.9]),
+        "num_logprobs": rng.choice([0, 3]),
+        "prompt_logprobs": rng.choice([0, 2]),
+        "min_tokens": rng.choice([1, 4]),
+    }
+    names = rng.sample(list(wishes), rng.randint(1, 5))
+    return {name: wishes[name] for name in names}
+
+
 def make_sampling(combination: Combination, rng: random.Random) -> SamplingParams:
     if combination.samplings == "greedy" or (combination.samplings == "mixed" and rng.random() < 0.5):
         return GREEDY
     fields = rng.choice([{}, {"top_k": 12}, {"top_p": 0.9}, {"min_p": 0.03}, {"top_p": 0.8, "top_k": 40}])
-    return SamplingParams(temperature=rng.choice([0.6, 1.0]), seed=rng.randrange(2**64), **fields)
+    sampling = SamplingParams(temperature=rng.choice([0.6, 1.0]), seed=rng.randrange(2**64), **fields)
+    if combination.samplings != "wishes":
+        return sampling
+    sampling = replace(sampling, temperature=rng.choice([0.0, 1.0]), **make_wishes(rng))
+    # Without tokens that end answers there is nothing that min_tokens could hold back.
+    stops = rng.sample(range(tiny_models.VOCABULARY), 20) if sampling.min_tokens else ()
+    return replace(sampling, stop_token_ids=frozenset(stops))
 
 
-def make_case(combination: Combination, index: int, prefix: list[int], rng: random.Random) -> Case:
+def make_case(
+    combination: Combination, index: int, prefix: list[int], sample_of: Case | None, rng: random.Random
+) -> Case:
+    """`sample_of`: a request that comes at the same time and has the same prompt."""
     own = tiny_models.prompt(rng.choice([1, 2, 17, 40, 70]), seed=rng.randrange(1000))
     prompt_ids = prefix + own if rng.random() < 0.8 else own
     max_tokens = rng.choice([4, 60, 60, 90])
+    arrival = {"at once": 0, "evenly": 4 * index, "anyhow": rng.randrange(60)}[combination.arrivals]
+    if sample_of is not None:
+        prompt_ids, arrival = sample_of.request.prompt_token_ids, sample_of.arrival
     sampling = make_sampling(combination, rng)
-    if sampling.is_greedy:
+    if sampling == GREEDY:
         expected = tiny_models.reference(reference_model(combination.model), prompt_ids, max_tokens)
     else:
         expected = seeded_reference(combination.model, prompt_ids, max_tokens, sampling)
-    is_whole = len(expected) == max_tokens
-    if expected and rng.random() < 0.4:
+    is_whole = len(expected) == max_tokens or (bool(expected) and expected[-1] in sampling.stop_token_ids)
+    if expected and not sampling.min_tokens and rng.random() < 0.4:
         stop = rng.choice(expected)
         expected, is_whole = expected[: expected.index(stop) + 1], True
-        fields = {name: getattr(sampling, name) for name in ("temperature", "top_k", "top_p", "min_p", "seed")}
-        sampling = SamplingParams(**fields, stop_token_ids=frozenset({stop}))
-    arrival = {"at once": 0, "evenly": 4 * index, "anyhow": rng.randrange(60)}[combination.arrivals]
+        sampling = replace(sampling, stop_token_ids=frozenset({stop}))
     request = tiny_models.make_request(f"{index}", prompt_ids, max_tokens, sampling)
     return Case(arrival, request, expected, is_whole)
 
@@ -189,7 +235,10 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
         combination = Combination.draw(SEED + number, rng)
         print(f"replay with MLXSERVE_TEST_SEED={SEED + number} MLXSERVE_TEST_COMBINATIONS=1: {combination}")
         prefix = tiny_models.prompt(combination.shared_prefix, seed=rng.randrange(1000))
-        cases = [make_case(combination, index, prefix, rng) for index in range(combination.num_requests)]
+        cases: list[Case] = []
+        for index in range(combination.num_requests):
+            sample_of = cases[-1] if cases and rng.random() < 0.25 else None
+            cases.append(make_case(combination, index, prefix, sample_of, rng))
         engine = build(monkeypatch, combination, cases)
         before = num_starts_ahead
         answers = serve(engine, [(case.arrival, case.request) for case in cases])

@@ -124,9 +124,9 @@ def test_top_p_of_equal_logits_keeps_no_token_too_many(monkeypatch):
 )
 def test_no_row_ranks_more_tokens_than_it_needs(monkeypatch, params, num_ranked):
     counts = []
-    most_likely = sampler_module._most_likely
+    most_likely = sampler_module.most_likely
     monkeypatch.setattr(
-        sampler_module, "_most_likely", lambda logits, count: counts.append(count) or most_likely(logits, count)
+        sampler_module, "most_likely", lambda logits, count: counts.append(count) or most_likely(logits, count)
     )
     logits = np.tile(np.linspace(0, 1, 200, dtype=np.float32), (3, 1))
     sample(logits, [decode_row(row_params) for row_params in params], num_candidates=16)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mlxserve import blas
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.config import EngineConfig
-from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest
+from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, TextDelta
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class LocalBackend:
             async for event in generation:
                 if isinstance(event, Finished):
                     yield event
-                elif event.text:
+                elif isinstance(event, TextDelta) and event.text:
                     yield event.text
         finally:
             generation.cancel()

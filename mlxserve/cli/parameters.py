@@ -22,6 +22,12 @@ class ChatParameters:
     min_p: float | None = None
     seed: int | None = None
     max_tokens: int | None = None
+    min_tokens: int | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    repeat_last_n: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
 
@@ -44,8 +50,7 @@ class ChatParameters:
         Raises:
             InvalidParameter: no such parameter, not a number, or out of range.
         """
-        # Ollama's name for it, which its users have in their fingers.
-        name = "max_tokens" if name == "num_predict" else name
+        name = OLLAMA_NAMES.get(name, name)
         if name == "stop":
             return dataclasses.replace(self, stop=tuple(values))
         if name not in NUMBERS:
@@ -69,4 +74,12 @@ NUMBERS: dict[str, type[int] | type[float]] = {
     "min_p": float,
     "seed": int,
     "max_tokens": int,
+    "min_tokens": int,
+    "typical_p": float,
+    "repetition_penalty": float,
+    "repeat_last_n": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
 }
+OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
+"""What its users have in their fingers."""

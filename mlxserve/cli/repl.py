@@ -26,7 +26,8 @@ Ctrl-C stops an answer. Ctrl-D leaves.'''
 
 SET_HELP = """\
 Available commands:
-  /set parameter <name> <value>   temperature, top_p, top_k, min_p, seed, max_tokens, stop
+  /set parameter <name> <value>   temperature, top_p, top_k, min_p, typical_p, seed, stop, max_tokens, min_tokens,
+                                  repetition_penalty, repeat_last_n, presence_penalty, frequency_penalty
   /set system <text>              Set the system message
   /set verbose | quiet            Print statistics after each answer, or not
   /set history | nohistory        Write lines to the history file, or not"""

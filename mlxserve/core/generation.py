@@ -97,4 +97,12 @@ class Finished:
     timings: Timings
 
 
-GenerationEvent = TextDelta | Finished
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """Comes before anything of the answer where sampling.prompt_logprobs asks for it, and only there."""
+
+    tokens: tuple[SampledToken, ...]
+    """All of the prompt's. The first has no log-probabilities: nothing stands before it."""
+
+
+GenerationEvent = PromptLogprobs | TextDelta | Finished

@@ -2,8 +2,12 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from mlxserve.core.step import TokenLogprobs
 
 
 class RequestStatus(enum.Enum):
@@ -59,6 +63,8 @@ class Request:
     num_bypassed: int = 0
     """Newer requests that were started while this one waited for cache blocks."""
     finish_reason: FinishReason | None = None
+    prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
+    """Of the prompt's tokens after its first one, as far as they are computed; only where sampling asks for them."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -78,6 +84,40 @@ class Request:
     @property
     def num_uncomputed_tokens(self) -> int:
         return len(self.token_ids) - self.num_computed_tokens
+
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether some of the prompt's log-probabilities, for which all of it has to be computed, are still missing."""
+        return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
+
+    def scored_ids(self, start: int, end: int) -> tuple[int, ...]:
+        """PrefillChunk.scored_ids of the chunk from position `start` to before `end`."""
+        if not self.wants_prompt_logprobs:
+            return ()
+        return tuple(self.prompt_token_ids[start + 1 : end + 1])
+
+    def add_prompt_logprobs(self, start: int, scores: "tuple[TokenLogprobs, ...]") -> None:
+        """Take those of a chunk at `start`; some are known already where a preempted prompt is computed again."""
+        self.prompt_logprobs.extend(scores[len(self.prompt_logprobs) - start :])
+
+    def penalty_history(self, start: int) -> tuple[int, ...]:
+        """DecodeRow.history of the row at position `start`. The token at `start` need not be known."""
+        first = start
+        if self.sampling.penalises_repetition:
+            window = self.sampling.repeat_last_n
+            first = 0 if window < 0 else max(0, start + 1 - window)
+        if self.sampling.penalises_answer:
+            first = min(first, self.num_prompt_tokens)
+        return tuple(self.token_ids[first:start])
+
+    def banned_token_ids(self, output_index: int) -> tuple[int, ...]:
+        """DecodeRow.banned_token_ids of the row that chooses generated token number `output_index`, from 0."""
+        if output_index >= self.sampling.min_tokens:
+            return ()
+        ending = self.sampling.stop_token_ids
+        if not self.sampling.ignore_eos:
+            ending = ending | self.eos_token_ids
+        return tuple(sorted(ending))
 
     def stop_reason_after(self, token_id: int) -> FinishReason | None:
         """The reason to end after `token_id` was appended, or None to go on."""

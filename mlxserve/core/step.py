@@ -8,8 +8,8 @@ A step has two kinds of work. Runner order is the order of the fields: copies, p
 | DecodeRow    | exactly 1         | yes    | block tables that cover start + 1 positions       |
 
 The last known token of a sequence is always a decode row, also the last token of a prompt: it is the only
-position whose logits anybody wants. A chunk that ends at the second-to-last token may stand in the same step as that
-sequence's decode row.
+position whose logits anybody wants, but where log-probabilities of the prompt are asked for. A chunk that ends at the
+second-to-last token may stand in the same step as that sequence's decode row.
 
 Both objects are plain and picklable: a step can be logged, replayed, or sent to other ranks.
 """
@@ -32,6 +32,10 @@ class PrefillChunk:
     start: int
     block_tables: tuple[BlockTable, ...]
     """One for each layer group of the cache (see kv.manager)."""
+    scored_ids: tuple[int, ...] = ()
+    """The tokens after the first len(scored_ids) of these positions, where their log-probabilities are asked for."""
+    num_top: int = 0
+    """With each scored token, so many of the most likely ones in its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,11 @@ class DecodeRow:
     seed: int
     output_index: int
     """How many tokens were generated before this one: with `seed` it fixes the random number of this draw."""
+    history: tuple[int, ...] = ()
+    """The tokens before position `start`, oldest first, as far back as the penalties of `sampling` look. Together with
+    the token at `start` they hold the `output_index` generated ones, last, if there is a penalty on these."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Tokens that must not be chosen here: those that would end an answer before its min_tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,8 @@ class StepResult:
     decode_time: float | None
     """Seconds spent on decode rows, sampling included. None: they went through the model together with the last of the
     chunks, and prefill_time is the time of all."""
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """For each chunk that has scored_ids, in order: one for each of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +125,5 @@ class RequestOutput:
     num_computed_tokens: int
     num_cached_tokens: int
     finish_reason: FinishReason | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    """With the first token, where they are asked for: of all tokens of the prompt but its first one."""

@@ -7,13 +7,23 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from mlxserve.config import EngineConfig
-from mlxserve.core.generation import ChatPrompt, Finished, GenerationEvent, GenerationRequest, TextDelta, Timings, Usage
+from mlxserve.core.generation import (
+    ChatPrompt,
+    Finished,
+    GenerationEvent,
+    GenerationRequest,
+    PromptLogprobs,
+    TextDelta,
+    Timings,
+    Usage,
+)
 from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.sampling_params import SamplingParams, sample_seed
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord
-from mlxserve.core.step import SampledToken
+from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import (
@@ -105,35 +115,51 @@ class ServedModel:
         """Template, tokenise and queue a request.
 
         Raises:
-            InvalidParameter: the prompt cannot be rendered or tokenised, or a request of this id is in flight.
+            InvalidParameter: the prompt cannot be rendered or tokenised, a token id is unknown, or a request of this id
+                is in flight.
             ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: too many requests are waiting already.
             EngineDead: the engine computes nothing any more, or the server is stopping.
         """
+        (generation,) = await self.generate_samples(request, 1)
+        return generation
+
+    async def generate_samples(self, request: GenerationRequest, num_samples: int) -> "list[Generation]":
+        """generate() for several answers to one prompt, tokenised once and, with prefix caching, computed once.
+
+        They are requests of their own, which succeed and fail by themselves; their ids are the request's with -0, -1,
+        ... behind it, and each has a seed that follows from the request's and its index. Only the first one gives
+        PromptLogprobs. None is queued if this raises, which it does as generate().
+        """
         timeline = Timeline()
         try:
-            return await self._admit(request, timeline)
+            return await self._admit(request, num_samples, timeline)
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             outcome = FinishReason.CANCELLED.value if cancelled else type(error).__name__
             self._record(request.request_id, outcome, Usage(0, 0, 0), timeline.timings())
             raise
 
-    async def _admit(self, request: GenerationRequest, timeline: Timeline) -> "Generation":
+    async def _admit(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> "list[Generation]":
         self._check_alive()
-        self._check_queue()
+        self._check_queue(num_samples)
+        self._check_token_ids(request.sampling)
         loop = asyncio.get_running_loop()
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
-        self._handle.num_arriving += 1
+        self._handle.num_arriving += num_samples
         try:
             prompt_ids = await loop.run_in_executor(
                 self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
             )
         finally:
-            self._handle.num_arriving -= 1
+            self._handle.num_arriving -= num_samples
         self._check_alive()
-        if request.request_id in self._in_flight:
-            raise InvalidParameter(f"a request with the id {request.request_id!r} is in flight", param="request_id")
+        ids = [request.request_id]
+        if num_samples > 1:
+            ids = [f"{request.request_id}-{index}" for index in range(num_samples)]
+        for request_id in ids:
+            if request_id in self._in_flight:
+                raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
         num_prompt_tokens = len(prompt_ids)
         if num_prompt_tokens >= self.context_length:
             raise ContextLengthExceeded(
@@ -143,15 +169,34 @@ class ServedModel:
                 limit=self.context_length,
                 param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
             )
-        max_tokens = request.sampling.max_tokens or self.context_length
+        timeline.tokenised = time.monotonic()
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        return [
+            self._submit(request, request_id, prompt_ids, index, seed, timeline) for index, request_id in enumerate(ids)
+        ]
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        prompt_ids: list[int],
+        index: int,
+        seed: int,
+        timeline: Timeline,
+    ) -> "Generation":
+        """Queue sample `index` of a request under an id of its own."""
+        sampling = request.sampling
+        if index > 0 and sampling.prompt_logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=None)
+        max_tokens = sampling.max_tokens or self.context_length
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
         engine_request = Request(
-            request_id=request.request_id,
+            request_id=request_id,
             prompt_token_ids=prompt_ids,
-            sampling=request.sampling,
+            sampling=sampling,
             eos_token_ids=self.tokenizer.eos_token_ids,
-            seed=request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64),
-            max_total_tokens=min(self.context_length, num_prompt_tokens + max_tokens),
+            seed=sample_seed(seed, index),
+            max_total_tokens=min(self.context_length, len(prompt_ids) + max_tokens),
             arrival_time=timeline.received,
             deadline=None if timeout is None else timeline.received + timeout,
             priority=request.priority,
@@ -161,14 +206,13 @@ class ServedModel:
             engine_request,
             stop=request.stop,
             detokenizer=IncrementalDetokenizer(self.tokenizer),
-            timeline=timeline,
-            abort=lambda reason: self._thread.abort(self._handle, request.request_id, reason),
+            timeline=replace(timeline),
+            abort=lambda reason: self._thread.abort(self._handle, request_id, reason),
             on_token_interval=self._observe_interval,
             on_end=self._ended,
         )
-        self._in_flight[request.request_id] = generation
+        self._in_flight[request_id] = generation
         self._idle.clear()
-        timeline.tokenised = time.monotonic()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
 
@@ -191,9 +235,20 @@ class ServedModel:
         if self.death is not None:
             raise EngineDead(self.death)
 
-    def _check_queue(self) -> None:
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        """An unknown token would be ignored in silence; the client took it from another model's tokenizer."""
+        named = {
+            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        for param, token_ids in named.items():
+            for token_id in token_ids:
+                if token_id not in self.tokenizer:
+                    raise InvalidParameter(f"{param}: {self.name} has no token with the id {token_id}", param=param)
+
+    def _check_queue(self, num_new: int) -> None:
         num_requests = len(self._in_flight) + self._handle.num_arriving
-        if num_requests >= self._config.max_queue + self._config.max_num_seqs:
+        if num_requests + num_new > self._config.max_queue + self._config.max_num_seqs:
             raise QueueFull(
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
@@ -229,7 +284,8 @@ class ServedModel:
 
 
 class Generation:
-    """The events of one accepted request: TextDelta ... Finished, or an error raised in their place.
+    """The events of one accepted request: PromptLogprobs if asked for, TextDelta ... Finished, or an error raised in
+    their place.
 
     Raises from iteration:
         RequestTimeout: its deadline passed.
@@ -316,10 +372,14 @@ class Generation:
             self._num_cached_tokens = output.num_cached_tokens
             if output.token is not None:
                 self._num_generated_tokens += 1
+                if self._num_generated_tokens == 1 and self._request.sampling.prompt_logprobs is not None:
+                    self._ready.append(self._prompt_logprobs(output.prompt_logprobs))
                 # The token that ended the answer (end of sequence, stop token) is counted but is no part of it.
                 if output.finish_reason is not FinishReason.STOP:
                     tokens.append(output.token)
-                    text.append(self._stop_strings.push(self._detokenizer.add(output.token.token_id)))
+                    piece = self._detokenizer.add(output.token.token_id)
+                    is_free = self._num_generated_tokens <= self._request.sampling.min_tokens
+                    text.append(piece if is_free else self._stop_strings.push(piece))
             reason = output.finish_reason
             if reason is not None and self._stop_strings.matched is None:
                 text.append(self._stop_strings.push(self._detokenizer.finish()))
@@ -333,6 +393,10 @@ class Generation:
                 self._finish(reason)
                 return
         self._emit(text, tokens)
+
+    def _prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> PromptLogprobs:
+        pairs = zip(self._request.prompt_token_ids, (None, *logprobs), strict=True)
+        return PromptLogprobs(tuple(SampledToken(token_id, logprob) for token_id, logprob in pairs))
 
     def _emit(self, text: list[str], tokens: list[SampledToken]) -> None:
         if tokens or any(text):

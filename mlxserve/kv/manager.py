@@ -29,6 +29,9 @@ class _Sequence:
     root: BlockHash
     hashes: list[BlockHash] = field(default_factory=list)
     num_published_blocks: int = 0
+    tail: BlockHash | None = None
+    """Name of the tokens between the last full block and the last token, whose decode row chooses the next one. None if
+    there are none, or some request has computed them."""
     growing_hit: PrefixHit | None = None
 
 
@@ -83,6 +86,9 @@ class KVManager:
         if sequence.growing_hit is not None and self._is_computing_after(sequence, sequence.growing_hit):
             return sequence.growing_hit
         self._extend_hashes(sequence, request, request.num_tokens // self._block_size)
+        sequence.tail = self._tail_name(sequence, request)
+        if request.wants_prompt_logprobs:
+            return PrefixHit(0)
         num_blocks = min((request.num_tokens - 1) // self._block_size, len(sequence.hashes))
         while num_blocks > (shortest := min(g.match_blocks(sequence.hashes[:num_blocks]) for g in self._groups)):
             num_blocks = shortest
@@ -115,7 +121,9 @@ class KVManager:
             return copies
         sequence = self._sequence(request)
         sequence.num_published_blocks = len(hit.hashes)
-        for name in sequence.hashes[len(hit.hashes) :]:
+        if hit.num_tokens == request.num_tokens - 1:
+            sequence.tail = None
+        for name in [*sequence.hashes[len(hit.hashes) :], *self._tail_names(sequence)]:
             self._computing.setdefault(name, request.request_id)
         return copies
 
@@ -147,6 +155,13 @@ class KVManager:
             self._publish_block(request, index, self._parent(sequence, index), name)
             self._stop_computing(name, request)
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full_blocks)
+        tail_index, num_tail_tokens = divmod(request.num_computed_tokens, self._block_size)
+        if sequence.tail is not None and request.num_uncomputed_tokens <= 1:
+            # Its owner goes on writing behind it. That does not touch what others may copy.
+            if num_tail_tokens > 0:
+                self._publish_block(request, tail_index, self._parent(sequence, tail_index), None)
+            self._stop_computing(sequence.tail, request)
+            sequence.tail = None
 
     def free(self, request: Request) -> None:
         """Give back the request's blocks. Published ones stay hittable, and so does the partly filled last one."""
@@ -157,7 +172,7 @@ class KVManager:
             index, num_tail_tokens = divmod(request.num_computed_tokens, self._block_size)
             if num_tail_tokens > 0:
                 self._publish_block(request, index, self._parent(sequence, index), None)
-            for name in sequence.hashes[sequence.num_published_blocks :]:
+            for name in [*sequence.hashes[sequence.num_published_blocks :], *self._tail_names(sequence)]:
                 self._stop_computing(name, request)
         for group in self._groups:
             group.free(request.request_id)
@@ -180,6 +195,15 @@ class KVManager:
     def _extend_hashes(self, sequence: _Sequence, request: Request, num_blocks: int) -> None:
         for index in range(len(sequence.hashes), num_blocks):
             sequence.hashes.append(block_hash(self._parent(sequence, index), self._block_tokens(request, index)))
+
+    def _tail_name(self, sequence: _Sequence, request: Request) -> BlockHash | None:
+        index, num_tokens = divmod(request.num_tokens - 1, self._block_size)
+        if num_tokens == 0 or index < len(sequence.hashes):
+            return None
+        return block_hash(self._parent(sequence, index), self._block_tokens(request, index)[:num_tokens])
+
+    def _tail_names(self, sequence: _Sequence) -> tuple[BlockHash, ...]:
+        return () if sequence.tail is None else (sequence.tail,)
 
     def _parent(self, sequence: _Sequence, index: int) -> BlockHash:
         return sequence.hashes[index - 1] if index > 0 else sequence.root
@@ -212,7 +236,8 @@ class KVManager:
 
     def _is_computing_after(self, sequence: _Sequence, hit: PrefixHit) -> bool:
         index = len(hit.hashes)
-        return index < len(sequence.hashes) and sequence.hashes[index] in self._computing
+        name = sequence.hashes[index] if index < len(sequence.hashes) else sequence.tail
+        return name in self._computing
 
     def _stop_computing(self, name: BlockHash, request: Request) -> None:
         if self._computing.get(name) == request.request_id:

@@ -11,9 +11,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from mlxserve.core.step import PrefillChunk, SampledToken, ScheduledStep, StepResult
+from mlxserve.core.step import PrefillChunk, SampledToken, ScheduledStep, StepResult, TokenLogprobs
 from mlxserve.errors import EngineError
 from mlxserve.runner.sampler import Sampler
+from mlxserve.runner.scoring import MAX_SCORED_TOKENS, score
 
 
 class FallbackRunner:
@@ -36,8 +37,7 @@ class FallbackRunner:
         started = time.perf_counter()
         for request_id in step.released:
             self._caches.pop(request_id, None)
-        for chunk in step.prefill:
-            self._prefill(chunk)
+        scores = [self._prefill(chunk) for chunk in step.prefill]
         prefilled = time.perf_counter()
         tokens: list[SampledToken] = []
         for row in step.decode:
@@ -45,16 +45,27 @@ class FallbackRunner:
             sampled = self._sampler.sample(logits, [row])
             mx.eval(sampled.arrays())
             tokens += sampled.collect()
-        return StepResult(step.step_id, tuple(tokens), prefilled - started, time.perf_counter() - prefilled)
+        return StepResult(
+            step_id=step.step_id,
+            tokens=tuple(tokens),
+            prefill_time=prefilled - started,
+            decode_time=time.perf_counter() - prefilled,
+            scores=tuple(each for chunk, each in zip(step.prefill, scores, strict=True) if chunk.scored_ids),
+        )
 
     def reset(self) -> None:
         self._caches.clear()
 
-    def _prefill(self, chunk: PrefillChunk) -> None:
+    def _prefill(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
         cache = self._cache_of(chunk.request_id, chunk.start)
-        for first in range(0, len(chunk.token_ids), self._max_pass_tokens):
-            self._model(mx.array([chunk.token_ids[first : first + self._max_pass_tokens]]), cache=cache)
+        scores: list[TokenLogprobs] = []
+        # The head of these models cannot be run apart: logits come for all tokens of a pass, or for none.
+        size = min(self._max_pass_tokens, MAX_SCORED_TOKENS) if chunk.scored_ids else self._max_pass_tokens
+        for first in range(0, len(chunk.token_ids), size):
+            logits = self._model(mx.array([chunk.token_ids[first : first + size]]), cache=cache)[0]
+            scores += score(chunk, first, logits, lambda logits: logits)
             mx.eval([layer.state for layer in cache])
+        return tuple(scores)
 
     def _cache_of(self, request_id: str, start: int) -> list[Any]:
         """The sequence's caches; new ones at its first token, also when a preempted one starts over."""

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult
+from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult, TokenLogprobs
 from mlxserve.errors import EngineError
 from mlxserve.runner.paged_model import PagedModel, Piece, Row
 from mlxserve.runner.sampler import SampleOutput, Sampler
+from mlxserve.runner.scoring import MAX_SCORED_TOKENS, score
 
 # MLX keeps buffers of freed arrays by size; sizes change as contexts grow, so what no longer fits is let go.
 STEPS_BETWEEN_CLEARS = 256
@@ -25,6 +26,8 @@ class StartedStep:
     begin: float
     prefilled: float | None
     """time.perf_counter() when its first and its decode work could begin; None: they were one pass."""
+    scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
+    """StepResult.scores"""
     ended: float | None = None
     """time.perf_counter() when it was first seen to have ended: the step after it may begin there."""
 
@@ -60,44 +63,63 @@ class ModelRunner:
         storage.grow(step.num_blocks[0])
         if step.copies:
             storage.copy(step.copies)
-        passes = list(_passes(step.prefill, self._max_pass_tokens))
+        scores = tuple(self._prefill_and_score(chunk) for chunk in step.prefill if chunk.scored_ids)
+        passes = list(_passes([chunk for chunk in step.prefill if not chunk.scored_ids], self._max_pass_tokens))
         # Rows read the weights anyway: the last chunks come along for less than a pass of their own.
         mixed = passes.pop() if passes and step.decode and self._model.can_mix else None
         for pieces in passes:
             self._model.prefill(pieces)
             mx.eval(storage.arrays())
         prefilled = time.perf_counter() if mixed is None else None
-        logits = None
+        logits = token_ids = None
         if mixed is not None:
             logits = self._model.prefill(mixed, [_known(row) for row in step.decode])
         elif step.decode:
-            logits = self._logits(step.decode, after)
+            token_ids = _token_ids(step.decode, after)
+            logits = self._logits(step.decode, token_ids)
         if after is not None:
             begin = prefilled = after.wait()
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
-        sampled = None if logits is None else self._sampler.sample(logits, step.decode)
+        sampled = None
+        if logits is not None:
+            sampled = self._sampler.sample(logits, step.decode, token_ids)
         if sampled is not None:
             mx.async_eval(sampled.arrays(), storage.arrays())  # type: ignore[no-untyped-call]
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_CLEARS == 0:
             mx.clear_cache()
-        return StartedStep(step, sampled, begin, prefilled)
+        return StartedStep(step, sampled, begin, prefilled, scores)
 
     def finish(self, started: StartedStep) -> StepResult:
         """Wait for a step's tokens."""
         end = started.wait()
         tokens = () if started.sampled is None else started.sampled.collect()
-        if started.prefilled is None:
-            return StepResult(started.step.step_id, tokens, end - started.begin, None)
-        return StepResult(started.step.step_id, tokens, started.prefilled - started.begin, end - started.prefilled)
+        step_id, begin, prefilled = started.step.step_id, started.begin, started.prefilled
+        if prefilled is None:
+            return StepResult(step_id, tokens, end - begin, None, started.scores)
+        return StepResult(step_id, tokens, prefilled - begin, end - prefilled, started.scores)
 
     def reset(self) -> None:
         self._model.storage.clear()
 
-    def _logits(self, rows: Sequence[DecodeRow], after: StartedStep | None) -> mx.array:
+    def _logits(self, rows: Sequence[DecodeRow], token_ids: mx.array | None) -> mx.array:
+        known = [row.token_id for row in rows if row.token_id is not None]
         return self._model.decode(
-            _token_ids(rows, after), [row.start for row in rows], [row.block_tables[0] for row in rows]
+            known if token_ids is None else token_ids,
+            [row.start for row in rows],
+            [row.block_tables[0] for row in rows],
         )
+
+    def _prefill_and_score(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
+        """A chunk in passes of its own, whose hidden states are kept until its scored tokens are scored."""
+        scores: list[TokenLogprobs] = []
+        # Without a head of its own to call, a pass makes the logits of all its tokens.
+        size = self._max_pass_tokens if self._model.can_mix else MAX_SCORED_TOKENS
+        for (piece,) in _passes([chunk], size):
+            hidden = self._model.prefill_for_head(piece)
+            mx.eval(hidden, self._model.storage.arrays())
+            scores += score(chunk, piece[1] - chunk.start, hidden, self._model.head)
+        return tuple(scores)
 
 
 def _known(row: DecodeRow) -> Row:
@@ -106,11 +128,11 @@ def _known(row: DecodeRow) -> Row:
     return row.token_id, row.start, row.block_tables[0]
 
 
-def _token_ids(rows: Sequence[DecodeRow], after: StartedStep | None) -> list[int] | mx.array:
-    """The rows' tokens; those not known yet are taken from the step before, where they are being computed."""
+def _token_ids(rows: Sequence[DecodeRow], after: StartedStep | None) -> mx.array | None:
+    """The rows' tokens where they are not known yet, from the step before that is computing them; else None."""
     known = [row.token_id for row in rows if row.token_id is not None]
     if len(known) == len(rows):
-        return known
+        return None
     if known or after is None or after.sampled is None:
         raise EngineError("a step ahead needs the step before it, and tokens of that one only")
     row_of = {row.request_id: index for index, row in enumerate(after.step.decode)}

@@ -220,11 +220,11 @@ class PagedModel:
         self.storage.put((keys, values))
         return logits[:num_rows]
 
-    def prefill(self, chunks: Sequence[Piece], rows: Sequence[Row] = ()) -> mx.array | None:
+    def prefill(self, chunks: Sequence[Piece], rows: Sequence[Row] = ()) -> mx.array:
         """Keys and values of chunks of different sequences, in one pass; with decode rows in it too where can_mix.
 
-        A row may be of the same sequence as a chunk that ends before it. Returns the rows' logits, (rows, vocabulary),
-        unevaluated, or None without rows.
+        A row may be of the same sequence as a chunk that ends before it. Returns logits, unevaluated: the rows', (rows,
+        vocabulary), or without rows those of all tokens, which MLX never computes if nobody evaluates them.
         """
         block_size = self.storage.block_size
         token_ids = [token_id for token_id, _, _ in rows]
@@ -248,8 +248,33 @@ class PagedModel:
             current.row_attention = path.prepare(row_inputs, row_positions, self._num_kv_heads, block_size)
         logits, keys, values = self._forward(mx.array(token_ids), current, *self.storage.take())
         self.storage.put((keys, values))
-        # Without rows nobody evaluates the logits, so MLX never computes them.
-        return logits if rows else None
+        return logits
+
+    def prefill_for_head(self, chunk: Piece) -> mx.array:
+        """prefill() of one chunk that returns what head() takes a slice of: (tokens, ...), unevaluated.
+
+        Where the head is part of the model these are the logits themselves.
+        """
+        if self._trunk is None or not self.can_mix:
+            return self.prefill([chunk])
+        seen: list[mx.array] = []
+        self._trunk.observe = seen.append
+        try:
+            self.prefill([chunk])
+        finally:
+            self._trunk.observe = None
+        return seen[0]
+
+    def head(self, hidden: mx.array) -> mx.array:
+        """Logits, (tokens, vocabulary), unevaluated, of a slice of what prefill_for_head() gave."""
+        if self._trunk is None or not self.can_mix:
+            return hidden
+        self._trunk.source = lambda: hidden
+        try:
+            logits: mx.array = self._model(mx.zeros(hidden.shape[:2], dtype=mx.int32))[:, 0]
+        finally:
+            self._trunk.source = None
+        return logits
 
     def _decode(
         self,

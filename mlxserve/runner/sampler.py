@@ -9,6 +9,9 @@ Rows fall into four kinds, and each kind does only the work it needs over a voca
 | top-k     | top_k                  | partition (sort, where top_k is above NUM_CANDIDATES)                 |
 | open      | top_p without top_k    | partition, exp and sum; again with more for rows that fall short      |
 
+A penalty, a bias or a ban first changes the logits of the few tokens it is about (adjustment.py); typical_p puts all
+other tokens at minus infinity, for which it sorts the vocabulary. Rows that want neither never pay for it.
+
 Tokens are ranked by logit, larger first, and among equal logits by token id, smaller first. Every cut keeps a prefix of
 this ranking, so what is kept does not depend on how a partition orders equals, and top_k 1 is the greedy token.
 
@@ -18,15 +21,17 @@ involves another row, so a seeded request gets the same tokens alone or in any b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
-from mlxserve.core.step import DecodeRow, SampledToken, TokenLogprobs
+from mlxserve.core.step import DecodeRow, SampledToken
+from mlxserve.runner.adjustment import adjust, needs_adjusting
+from mlxserve.runner.logprobs import LogprobArrays, logprob_arrays
+from mlxserve.runner.ranking import cumsum, most_likely
 
 NUM_CANDIDATES = 1024
 CANDIDATE_GROWTH = 8
-CUMSUM_BLOCK = 256
 MIN_TEMPERATURE = 1e-20
 """Lower ones behave alike, and would underflow to 0 in float32."""
 TOP_P_ROUNDING = 1e-6
@@ -34,20 +39,6 @@ TOP_P_ROUNDING = 1e-6
 
 _GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 _UINT64 = 2**64 - 1
-
-
-@dataclass(frozen=True, slots=True)
-class LogprobArrays:
-    """Log-probabilities of the rows that asked for them, in `row_indices` order, best tokens first."""
-
-    row_indices: tuple[int, ...]
-    num_top: tuple[int, ...]
-    chosen: mx.array
-    """(rows, 1) float32"""
-    top_ids: mx.array
-    """(rows, max(num_top)) integers"""
-    top: mx.array
-    """(rows, max(num_top)) float32"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,26 +51,22 @@ class SampleOutput:
 
     def arrays(self) -> list[mx.array]:
         """What collect() reads: evaluate these together with the rest of the step."""
-        if self.logprobs is None:
-            return [self.token_ids]
-        return [self.token_ids, self.logprobs.chosen, self.logprobs.top_ids, self.logprobs.top]
+        return [self.token_ids, *([] if self.logprobs is None else self.logprobs.arrays())]
 
     def collect(self) -> tuple[SampledToken, ...]:
         """One SampledToken for each row, in order. Waits for the arrays if they are not evaluated yet."""
-        tokens = [SampledToken(token_id) for token_id in _to_list(self.token_ids)]
-        if self.logprobs is not None:
-            asked = zip(
-                self.logprobs.row_indices,
-                self.logprobs.num_top,
-                _to_list(self.logprobs.chosen),
-                _to_list(self.logprobs.top_ids),
-                _to_list(self.logprobs.top),
-                strict=True,
-            )
-            for index, num_top, (logprob,), top_ids, top in asked:
-                best = tuple(zip(top_ids[:num_top], top[:num_top], strict=True))
-                tokens[index] = SampledToken(tokens[index].token_id, TokenLogprobs(logprob, best))
-        return tuple(tokens)
+        logprobs = {} if self.logprobs is None else self.logprobs.collect()
+        return tuple(
+            SampledToken(token_id, logprobs.get(index)) for index, token_id in enumerate(_to_list(self.token_ids))
+        )
+
+
+class _Kind(NamedTuple):
+    """What has to be done for a row."""
+
+    cut: str
+    is_adjusted: bool
+    is_typical: bool
 
 
 class Sampler:
@@ -88,14 +75,16 @@ class Sampler:
     def __init__(self, num_candidates: int = NUM_CANDIDATES) -> None:
         self.num_candidates = num_candidates
 
-    def sample(self, logits: mx.array, rows: Sequence[DecodeRow]) -> SampleOutput:
+    def sample(self, logits: mx.array, rows: Sequence[DecodeRow], token_ids: mx.array | None = None) -> SampleOutput:
         """Choose one token for each row of `logits`, (B, V) of any float type, B >= 1; row i belongs to rows[i].
+
+        `token_ids`, (B,): the tokens at the rows' positions, where rows do not know them (DecodeRow.token_id is None).
 
         Nothing is evaluated, with one exception: a batch with an open row (top_p without top_k) evaluates whether its
         candidates reach top_p, and with it the logits.
         """
         vocab_size = logits.shape[-1]
-        by_kind: dict[str, list[int]] = {}
+        by_kind: dict[_Kind, list[int]] = {}
         for index, row in enumerate(rows):
             by_kind.setdefault(self._kind(row, vocab_size), []).append(index)
         order: list[int] = []
@@ -103,22 +92,33 @@ class Sampler:
         for kind, indices in by_kind.items():
             kind_logits = _take_rows(logits, indices)
             kind_rows = [rows[index] for index in indices]
+            if kind.is_adjusted:
+                last_ids = None if token_ids is None else _take_rows(token_ids, indices)
+                kind_logits = adjust(kind_logits.astype(mx.float32), kind_rows, last_ids)
+            if kind.is_typical:
+                kind_logits = _keep_typical(kind_logits.astype(mx.float32), kind_rows)
             order += indices
-            chosen.append(self._choose(kind, kind_logits, kind_rows).astype(mx.int32))
-        token_ids = _in_row_order(chosen, order)
-        return SampleOutput(token_ids, _logprobs(logits, rows, token_ids))
+            chosen.append(self._choose(kind.cut, kind_logits, kind_rows).astype(mx.int32))
+        chosen_ids = _in_row_order(chosen, order)
+        asked = [(index, row.sampling.num_logprobs) for index, row in enumerate(rows)]
+        num_top = {index: count for index, count in asked if count is not None}
+        return SampleOutput(chosen_ids, logprob_arrays(logits, chosen_ids, num_top) if num_top else None)
 
-    def _kind(self, row: DecodeRow, vocab_size: int) -> str:
+    def _kind(self, row: DecodeRow, vocab_size: int) -> "_Kind":
+        is_adjusted = needs_adjusting(row)
         if row.sampling.is_greedy:
-            return "greedy"
+            return _Kind("greedy", is_adjusted, is_typical=False)
+        return _Kind(self._cut(row, vocab_size), is_adjusted, is_typical=row.sampling.typical_p < 1.0)
+
+    def _cut(self, row: DecodeRow, vocab_size: int) -> str:
         if top_k := _top_k(row, vocab_size):
             return "top-k" if top_k <= self.num_candidates else "sorted"
         return "open" if row.sampling.top_p < 1.0 else "whole"
 
-    def _choose(self, kind: str, logits: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
+    def _choose(self, cut: str, logits: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
         vocab_size = logits.shape[-1]
         num_candidates = min(self.num_candidates, vocab_size)
-        match kind:
+        match cut:
             case "greedy":
                 return mx.argmax(logits, axis=-1)
             case "whole":
@@ -157,7 +157,7 @@ def _draw_whole(logits: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
     best = mx.argmax(logits, axis=-1, keepdims=True)
     weights = _weights(logits, mx.take_along_axis(logits, best, axis=-1), rows)
     weights = mx.where(weights >= _column([row.sampling.min_p for row in rows]), weights, 0.0)
-    cumulative = _cumsum(weights)
+    cumulative = cumsum(weights)
     hit = (cumulative > _uniforms(rows) * cumulative[:, -1:]) & (weights > 0.0)
     # Rounding of a parallel scan may leave no token above the target when the uniform number is next to 1.
     index = mx.where(hit.any(axis=-1, keepdims=True), mx.argmax(hit, axis=-1, keepdims=True), best)
@@ -185,10 +185,10 @@ def _draw_ranked(logits: mx.array, rows: Sequence[DecodeRow], num_candidates: in
     Returns (S,) ids, and (S,) bools: whether the kept prefix ends within the candidates. Where it does not, the id is
     void. Either every row has a top_k, of num_candidates at most, or none has.
     """
-    token_ids, candidates = _most_likely(logits, num_candidates)
+    token_ids, candidates = most_likely(logits, num_candidates)
     best = candidates[:, :1]
     weights = _weights(candidates, best, rows)
-    cumulative = _cumsum(weights)
+    cumulative = cumsum(weights)
     before = mx.pad(cumulative[:, :-1], [(0, 0), (1, 0)])
 
     vocab_size = logits.shape[-1]
@@ -210,21 +210,22 @@ def _draw_ranked(logits: mx.array, rows: Sequence[DecodeRow], num_candidates: in
     return drawn.squeeze(-1), is_complete.squeeze(-1)
 
 
-def _most_likely(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
-    """Ids and logits, (S, count) each, of the first `count` tokens of the ranking; logits are (S, V) float32.
+def _keep_typical(logits: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
+    """(S, V) float32 logits with all tokens at minus infinity but those that typical_p keeps.
 
-    One integer key a token carries both its logit (bits made to sort as integers) and its id, so that equal logits
-    have an order and the partition returns ids without an indirect sort.
+    Of tokens equally far from the entropy the one with the smaller id goes first.
     """
-    vocab_size = logits.shape[-1]
-    bits = (logits + 0.0).view(mx.int32)  # adding 0.0 turns -0.0, equal to 0.0 and of different bits, into 0.0
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    keys = (ordered.astype(mx.int64) << 32) | (vocab_size - 1 - mx.arange(vocab_size)).astype(mx.int64)
-    if count < vocab_size:
-        keys = mx.partition(keys, vocab_size - count, axis=-1)[:, vocab_size - count :]
-    keys = mx.sort(keys, axis=-1)[:, ::-1]
-    token_ids = vocab_size - 1 - (keys & 0xFFFFFFFF).astype(mx.int32)
-    return token_ids, mx.take_along_axis(logits, token_ids, axis=-1)
+    scaled = logits / _temperatures(rows)
+    logprobs = scaled - mx.logsumexp(scaled, axis=-1, keepdims=True)
+    probabilities = mx.exp(logprobs)
+    entropy = -mx.where(probabilities > 0, probabilities * logprobs, 0.0).sum(axis=-1, keepdims=True)
+    ranked, _ = most_likely(-mx.abs(logprobs + entropy), logits.shape[-1])
+    cumulative = cumsum(mx.take_along_axis(probabilities, ranked, axis=-1))
+    before = mx.pad(cumulative[:, :-1], [(0, 0), (1, 0)])
+    typical_p = _column([row.sampling.typical_p * (1 - TOP_P_ROUNDING) for row in rows])
+    kept = before < typical_p * cumulative[:, -1:]
+    values = mx.where(kept, mx.take_along_axis(logits, ranked, axis=-1), -mx.inf)
+    return mx.put_along_axis(logits, ranked, values, axis=-1)
 
 
 def _top_k(row: DecodeRow, vocab_size: int) -> int:
@@ -234,35 +235,11 @@ def _top_k(row: DecodeRow, vocab_size: int) -> int:
 
 def _weights(logits: mx.array, best: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
     """Probabilities at each row's temperature, up to a factor: the most likely token has 1."""
-    return mx.exp((logits - best) / _column([max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows]))
+    return mx.exp((logits - best) / _temperatures(rows))
 
 
-def _cumsum(weights: mx.array) -> mx.array:
-    """Cumulative sum along the last axis, in blocks: a plain float32 one loses what a long tail adds."""
-    num_rows, length = weights.shape
-    blocks = mx.pad(weights, [(0, 0), (0, -length % CUMSUM_BLOCK)]).reshape(num_rows, -1, CUMSUM_BLOCK)
-    inner = mx.cumsum(blocks, axis=-1)
-    outer = mx.cumsum(inner[:, :, -1], axis=-1, inclusive=False)
-    return (inner + outer[:, :, None]).reshape(num_rows, -1)[:, :length]
-
-
-def _logprobs(logits: mx.array, rows: Sequence[DecodeRow], token_ids: mx.array) -> LogprobArrays | None:
-    asked = [(index, row.sampling.num_logprobs) for index, row in enumerate(rows)]
-    num_top = {index: count for index, count in asked if count is not None}
-    if not num_top:
-        return None
-    indices = list(num_top)
-    row_logits = _take_rows(logits, indices).astype(mx.float32)
-    normaliser = mx.logsumexp(row_logits, axis=-1, keepdims=True)
-    chosen_ids = token_ids[mx.array(indices)][:, None]
-    chosen = mx.take_along_axis(row_logits, chosen_ids, axis=-1) - normaliser
-    max_top = min(max(num_top.values()), logits.shape[-1])
-    if max_top > 0:
-        top_ids, top_logits = _most_likely(row_logits, max_top)
-        top = top_logits - normaliser
-    else:
-        top_ids, top = mx.zeros((len(indices), 0), dtype=mx.int32), mx.zeros((len(indices), 0))
-    return LogprobArrays(tuple(indices), tuple(num_top.values()), chosen, top_ids, top)
+def _temperatures(rows: Sequence[DecodeRow]) -> mx.array:
+    return _column([max(row.sampling.temperature, MIN_TEMPERATURE) for row in rows])
 
 
 def _take_rows(logits: mx.array, indices: list[int]) -> mx.array:

@@ -161,13 +161,20 @@ class Scheduler:
             EngineError: the result is not one of this step.
         """
         flight = self._flights.get(step.step_id)
-        if flight is None or result.step_id != step.step_id or len(result.tokens) != len(flight.rows):
+        num_scored = sum(bool(chunk.scored_ids) for chunk in step.prefill)
+        sizes = (len(result.tokens), len(result.scores))
+        if flight is None or result.step_id != step.step_id or sizes != (len(flight.rows), num_scored):
             raise EngineError(f"result {result.step_id} does not belong to step {step.step_id}")
         del self._flights[step.step_id]
-        self._budget.observe(step, result)
+        if not result.scores:
+            # What scoring a prompt costs is no measure for other steps.
+            self._budget.observe(step, result)
         self._kv.finish_copies(step.copies)
-        for request, end in flight.chunks:
+        scores = iter(result.scores)
+        for (request, end), chunk in zip(flight.chunks, step.prefill, strict=True):
+            chunk_scores = next(scores) if chunk.scored_ids else ()
             if request.status is RequestStatus.RUNNING:
+                request.add_prompt_logprobs(chunk.start, chunk_scores)
                 request.num_computed_tokens = end
                 self._kv.publish(request)
         outputs = self.take_finished()
@@ -326,6 +333,8 @@ class Scheduler:
                 token_ids=tuple(request.token_ids[request.num_computed_tokens : end]),
                 start=request.num_computed_tokens,
                 block_tables=self._kv.block_tables(request),
+                scored_ids=request.scored_ids(request.num_computed_tokens, end),
+                num_top=request.sampling.prompt_logprobs or 0,
             )
             for request, end in flight.chunks
         ]
@@ -333,6 +342,7 @@ class Scheduler:
         return self._launch(flight, plan.copies, prefill, decode)
 
     def _decode_row(self, request: Request, token_id: int | None, start: int) -> DecodeRow:
+        output_index = start + 1 - request.num_prompt_tokens
         return DecodeRow(
             request_id=request.request_id,
             token_id=token_id,
@@ -340,7 +350,9 @@ class Scheduler:
             block_tables=self._kv.block_tables(request),
             sampling=request.sampling,
             seed=request.seed,
-            output_index=start + 1 - request.num_prompt_tokens,
+            output_index=output_index,
+            history=request.penalty_history(start),
+            banned_token_ids=request.banned_token_ids(output_index),
         )
 
     def _launch(
@@ -410,6 +422,7 @@ class Scheduler:
             num_computed_tokens=request.num_computed_tokens,
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=request.finish_reason,
+            prompt_logprobs=tuple(request.prompt_logprobs) if token and request.num_output_tokens == 1 else (),
         )
 
     def _check_length(self, request: Request) -> None:

@@ -22,7 +22,18 @@ _REPO_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 _REPO = re.compile(rf"{_REPO_PART}/{_REPO_PART}")
 _REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]*")
 _PACKAGE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
-_SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")
+_SAMPLING_KEYS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+)
+_WHOLE_SAMPLING_KEYS = ("top_k", "repeat_last_n")
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +206,7 @@ class _Entry:
         for key, value in sampling.items():
             if key not in _SAMPLING_KEYS:
                 raise self.wrong(f"sampling.{key}", f"unknown field (known: {', '.join(_SAMPLING_KEYS)})")
-            if type(value) not in ((int,) if key == "top_k" else (int, float)):
+            if type(value) not in ((int,) if key in _WHOLE_SAMPLING_KEYS else (int, float)):
                 raise self.wrong(f"sampling.{key}", f"must be a number, not {value!r}")
         try:
             SamplingParams(**sampling)

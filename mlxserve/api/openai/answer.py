@@ -2,14 +2,15 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+import math
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxserve.api.openai.errors import error_object
 from mlxserve.api.openai.reply import Envelope, Reply, timings_object, usage_object
 from mlxserve.api.sse import DONE, event
-from mlxserve.core.generation import Finished, GenerationEvent, TextDelta
+from mlxserve.core.generation import Finished, GenerationEvent, PromptLogprobs, TextDelta, Usage
 from mlxserve.errors import EngineError, MlxserveError
 
 if TYPE_CHECKING:
@@ -23,10 +24,13 @@ class Answer:
     envelope: Envelope
     reply: Reply
     generations: "Sequence[Generation]"
-    """One for each choice, in order."""
+    """`num_samples` for each prompt, in order."""
     include_usage: bool
     """Whether a stream ends with a chunk of usage; an object always has it."""
     include_timings: bool
+    num_samples: int = 1
+    num_choices: int = 1
+    """Of each prompt's samples so many are shown: all, or the ones with the highest log-probability a token."""
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer as one object.
@@ -36,13 +40,27 @@ class Answer:
         """
         deltas: list[list[TextDelta]] = [[] for _ in self.generations]
         finished: dict[int, Finished] = {}
-        async for index, item in _merge(self.generations):
-            if isinstance(item, Finished):
-                finished[index] = item
+        prompts: dict[int, PromptLogprobs] = {}
+        async for index, item in self._ordered():
+            match item:
+                case Finished():
+                    finished[index] = item
+                case PromptLogprobs():
+                    prompts[index] = item
+                case TextDelta():
+                    deltas[index].append(item)
+        shown: list[int] = []
+        for first in range(0, len(self.generations), self.num_samples):
+            samples = range(first, first + self.num_samples)
+            if self.num_choices < self.num_samples:
+                shown += sorted(samples, key=lambda sample: -_mean_logprob(deltas[sample]))[: self.num_choices]
             else:
-                deltas[index].append(item)
-        choices = [self.reply.choice(index, parts, finished[index]) for index, parts in enumerate(deltas)]
-        return self._with_totals(self.envelope.wrap(self.reply.kind, choices), list(finished.values()))
+                shown += samples
+        choices = [
+            self.reply.choice(sample, deltas[sample], finished[sample], prompts.get(sample)) | {"index": index}
+            for index, sample in enumerate(shown)
+        ]
+        return self._with_totals(self.envelope.wrap(self.reply.kind, choices), finished)
 
     async def events(self) -> AsyncIterator[bytes]:
         """The answer as server-sent events: opening chunks, deltas, finish chunks, usage if asked for, [DONE].
@@ -60,21 +78,40 @@ class Answer:
             yield event(error_object(error)[1])
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        finished: list[Finished] = []
+        finished: dict[int, Finished] = {}
         for index in range(len(self.generations)):
             if (opening := self.reply.opening(index)) is not None:
                 yield self._chunk([opening])
-        async for index, item in _merge(self.generations):
-            if isinstance(item, TextDelta):
-                if (delta := self.reply.delta(index, item)) is not None:
-                    yield self._chunk([delta])
+        async for index, item in self._ordered():
+            if isinstance(item, Finished):
+                finished[index] = item
+                chunk = self._chunk([self.reply.finish(index, item)])
+                is_last = len(finished) == len(self.generations) and not self.include_usage
+                yield self._with_timings(chunk, item) if is_last else chunk
                 continue
-            finished.append(item)
-            chunk = self._chunk([self.reply.finish(index, item)])
-            is_last = len(finished) == len(self.generations) and not self.include_usage
-            yield self._with_timings(chunk, finished) if is_last else chunk
+            part = self.reply.delta(index, item) if isinstance(item, TextDelta) else self.reply.prompt(index, item)
+            if part is not None:
+                yield self._chunk([part])
         if self.include_usage:
             yield self._with_totals(self._chunk([]), finished)
+
+    async def _ordered(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
+        """The events of all samples as they come, but each sample's PromptLogprobs first, where they are asked for.
+
+        Only the first sample of a prompt gives them. The other ones, which may be ahead of it, wait.
+        """
+        held: dict[int, list[GenerationEvent]] = {}
+        if self.reply.wants_prompt_logprobs:
+            held = {index: [] for index in range(len(self.generations))}
+        async for index, item in _merge(self.generations):
+            if isinstance(item, PromptLogprobs):
+                for sample in range(index, index + self.num_samples):
+                    for each in (item, *held.pop(sample)):
+                        yield sample, each
+            elif index in held:
+                held[index].append(item)
+            else:
+                yield index, item
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         chunk = self.envelope.wrap(self.reply.chunk_kind, choices)
@@ -82,14 +119,27 @@ class Answer:
             chunk["usage"] = None
         return chunk
 
-    def _with_totals(self, content: dict[str, Any], finished: Sequence[Finished]) -> dict[str, Any]:
-        content["usage"] = usage_object(item.usage for item in finished)
-        return self._with_timings(content, finished)
+    def _with_totals(self, content: dict[str, Any], finished: Mapping[int, Finished]) -> dict[str, Any]:
+        usages: list[Usage] = []
+        for first in range(0, len(self.generations), self.num_samples):
+            samples = [finished[index].usage for index in range(first, first + self.num_samples)]
+            # A prompt counts once, as the sample found it that was computed first: the others hit what that one left.
+            num_cached = min(usage.num_cached_tokens for usage in samples)
+            num_generated = sum(usage.num_generated_tokens for usage in samples)
+            usages.append(Usage(samples[0].num_prompt_tokens, num_cached, num_generated))
+        content["usage"] = usage_object(usages)
+        return self._with_timings(content, finished[0])
 
-    def _with_timings(self, content: dict[str, Any], finished: Sequence[Finished]) -> dict[str, Any]:
+    def _with_timings(self, content: dict[str, Any], finished: Finished) -> dict[str, Any]:
         if self.include_timings:
-            content["timings"] = timings_object(finished[0].usage, finished[0].timings)
+            content["timings"] = timings_object(finished.usage, finished.timings)
         return content
+
+
+def _mean_logprob(deltas: Sequence[TextDelta]) -> float:
+    """A token of an answer; an empty one is the worst."""
+    logprobs = [token.logprobs.logprob for delta in deltas for token in delta.tokens if token.logprobs is not None]
+    return sum(logprobs) / len(logprobs) if logprobs else -math.inf
 
 
 async def _merge(generations: "Sequence[Generation]") -> AsyncIterator[tuple[int, GenerationEvent]]:

@@ -16,7 +16,20 @@ from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, Text
 from mlxserve.core.sampling_params import SamplingParams
 
 DefaultSampling = Mapping[str, float | int]
-"""A model's own temperature, top_p, top_k and min_p, as far as it has any."""
+"""A model's own temperature, top_p and the like, as far as it has any."""
+SAME_NAMES = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "typical_p",
+    "repetition_penalty",
+    "repeat_last_n",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_tokens",
+)
+"""Fields that SamplingParams has under the same name."""
 
 
 def chat_request(body: ChatCompletionRequest, request_id: str, defaults: DefaultSampling) -> GenerationRequest:
@@ -25,13 +38,18 @@ def chat_request(body: ChatCompletionRequest, request_id: str, defaults: Default
         template_kwargs=dict(body.chat_template_kwargs or {}),
     )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    return _request(body, request_id, prompt, _sampling(body, defaults, max_tokens, body.num_logprobs))
+    return _request(
+        body, request_id, prompt, _sampling(body, defaults, max_tokens, body.num_logprobs, body.prompt_logprobs)
+    )
 
 
 def completion_requests(body: CompletionRequest, request_id: str, defaults: DefaultSampling) -> list[GenerationRequest]:
     """One request for each prompt; with several, their ids carry the index."""
     max_tokens = DEFAULT_COMPLETION_TOKENS if body.max_tokens is None else body.max_tokens
-    sampling = _sampling(body, defaults, max_tokens, body.logprobs)
+    num_logprobs = body.logprobs
+    if num_logprobs is None and body.num_samples > body.num_choices:
+        num_logprobs = 0  # what the best is told by
+    sampling = _sampling(body, defaults, max_tokens, num_logprobs, body.num_prompt_logprobs)
     several = len(body.prompts) > 1
     return [
         _request(
@@ -57,9 +75,13 @@ def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: 
 
 
 def _sampling(
-    body: CompletionFields, defaults: DefaultSampling, max_tokens: int | None, num_logprobs: int | None
+    body: CompletionFields,
+    defaults: DefaultSampling,
+    max_tokens: int | None,
+    num_logprobs: int | None,
+    prompt_logprobs: int | None,
 ) -> SamplingParams:
-    given = {"temperature": body.temperature, "top_p": body.top_p, "top_k": body.top_k, "min_p": body.min_p}
+    given = {name: getattr(body, name) for name in SAME_NAMES}
     chosen: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
     if chosen.get("top_k") == -1:
         chosen["top_k"] = 0
@@ -67,8 +89,11 @@ def _sampling(
         **chosen,
         seed=body.seed,
         max_tokens=max_tokens,
+        stop_token_ids=frozenset(body.stop_token_ids or ()),
         ignore_eos=bool(body.ignore_eos),
         num_logprobs=num_logprobs,
+        logit_bias=tuple((int(key), value) for key, value in (body.logit_bias or {}).items()),
+        prompt_logprobs=prompt_logprobs,
     )
 
 

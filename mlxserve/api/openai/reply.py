@@ -1,17 +1,18 @@
 """From a generation's events to the wire: chunks of a stream, or one object.
 
-Each kind of completion has a class with the same methods: `opening()`, `delta()` and `finish()` give the chunks of one
-choice, `choice()` gives the whole of it.
+Each kind of completion has a class with the same methods: `opening()`, `prompt()`, `delta()` and `finish()` give the
+chunks of one choice, `choice()` gives the whole of it.
 """
 
+import codecs
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from mlxserve import __version__
-from mlxserve.core.generation import Finished, TextDelta, Timings, Usage
-from mlxserve.core.step import SampledToken
+from mlxserve.core.generation import Finished, PromptLogprobs, TextDelta, Timings, Usage
+from mlxserve.core.step import SampledToken, TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
 
@@ -44,12 +45,17 @@ class ChatReply:
     kind = "chat.completion"
     chunk_kind = "chat.completion.chunk"
 
-    def __init__(self, token_bytes: TokenBytes, *, with_logprobs: bool) -> None:
+    def __init__(self, token_bytes: TokenBytes, *, with_logprobs: bool, with_prompt_logprobs: bool = False) -> None:
         self._token_bytes = token_bytes
         self._with_logprobs = with_logprobs
+        self.wants_prompt_logprobs = with_prompt_logprobs
+        """Whether every choice needs its prompt's PromptLogprobs before anything else."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._chunk(index, {"role": "assistant", "content": ""})
+
+    def prompt(self, index: int, prompt: PromptLogprobs) -> dict[str, Any] | None:
+        return None
 
     def delta(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
         """None where there is nothing to tell, as for a token whose bytes are not a whole character yet."""
@@ -60,13 +66,18 @@ class ChatReply:
     def finish(self, index: int, finished: Finished) -> dict[str, Any]:
         return self._chunk(index, {}, finish_reason=finished.reason.value)
 
-    def choice(self, index: int, deltas: Sequence[TextDelta], finished: Finished) -> dict[str, Any]:
-        return {
+    def choice(
+        self, index: int, deltas: Sequence[TextDelta], finished: Finished, prompt: PromptLogprobs | None
+    ) -> dict[str, Any]:
+        choice = {
             "index": index,
             "message": {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None},
             "logprobs": self._logprobs(deltas),
             "finish_reason": finished.reason.value,
         }
+        if prompt is not None:
+            choice["prompt_logprobs"] = prompt_logprobs_list(prompt, self._token_bytes)
+        return choice
 
     def _chunk(
         self, index: int, delta: dict[str, Any], *, logprobs: Any = None, finish_reason: str | None = None
@@ -80,7 +91,7 @@ class ChatReply:
         return {"content": tokens, "refusal": None}
 
     def _entry(self, token: SampledToken) -> dict[str, Any]:
-        logprob, top = _logprob_and_top(token)
+        logprob, top = (_LOWEST_LOGPROB, []) if token.logprobs is None else _logprob_and_top(token.logprobs)
         return {
             **self._token(token.token_id, logprob),
             "top_logprobs": [self._token(token_id, value) for token_id, value in top],
@@ -97,13 +108,35 @@ class CompletionReply:
     kind = "text_completion"
     chunk_kind = "text_completion"
 
-    def __init__(self, token_bytes: TokenBytes, *, num_logprobs: int | None, num_choices: int) -> None:
+    def __init__(
+        self,
+        token_bytes: TokenBytes,
+        *,
+        num_logprobs: int | None,
+        num_choices: int,
+        echoes: Sequence[str] = (),
+        with_prompt_logprobs: bool = False,
+    ) -> None:
+        """`echoes`: each choice's prompt, if texts are to begin with it; empty if not."""
         self._token_bytes = token_bytes
         self._num_logprobs = num_logprobs
+        self._echoes = echoes
         self._text_lengths = [0] * num_choices
+        self._with_prompt_logprobs = with_prompt_logprobs
+        self._scores_echoes = bool(echoes) and num_logprobs is not None
+        self.wants_prompt_logprobs = with_prompt_logprobs or self._scores_echoes
+        """Whether every choice needs its prompt's PromptLogprobs before anything else."""
 
     def opening(self, index: int) -> dict[str, Any] | None:
-        return None
+        if not self._echoes or self._scores_echoes:
+            return None
+        return self._choice(index, self._echoes[index], None, None)
+
+    def prompt(self, index: int, prompt: PromptLogprobs) -> dict[str, Any] | None:
+        if not self._scores_echoes:
+            return None
+        text = self._echoes[index]
+        return self._choice(index, text, self._logprobs(index, [self._echo(index, prompt)]), None)
 
     def delta(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
         """None where there is nothing to tell, as for a token whose bytes are not a whole character yet."""
@@ -114,35 +147,55 @@ class CompletionReply:
     def finish(self, index: int, finished: Finished) -> dict[str, Any]:
         return self._choice(index, "", None, finished.reason.value)
 
-    def choice(self, index: int, deltas: Sequence[TextDelta], finished: Finished) -> dict[str, Any]:
+    def choice(
+        self, index: int, deltas: Sequence[TextDelta], finished: Finished, prompt: PromptLogprobs | None
+    ) -> dict[str, Any]:
         text = "".join(delta.text for delta in deltas)
-        return self._choice(index, text, self._logprobs(index, deltas), finished.reason.value)
+        if self._echoes:
+            text = self._echoes[index] + text
+        parts = list(deltas)
+        if prompt is not None and self._scores_echoes:
+            parts.insert(0, self._echo(index, prompt))
+        choice = self._choice(index, text, self._logprobs(index, parts), finished.reason.value)
+        if prompt is not None and self._with_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs_list(prompt, self._token_bytes)
+        return choice
 
     def _choice(self, index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+
+    def _echo(self, index: int, prompt: PromptLogprobs) -> TextDelta:
+        return TextDelta(self._echoes[index], prompt.tokens)
 
     def _logprobs(self, index: int, deltas: Iterable[TextDelta]) -> dict[str, Any] | None:
         """Offsets count characters of this choice's text."""
         if self._num_logprobs is None:
             return None
         tokens: list[str] = []
-        token_logprobs: list[float] = []
-        top_logprobs: list[dict[str, float]] = []
+        token_logprobs: list[float | None] = []
+        top_logprobs: list[dict[str, float] | None] = []
         text_offset: list[int] = []
         for delta in deltas:
             start = self._text_lengths[index]
-            before = b""
-            for token in delta.tokens:
+            num_before, decoder = 0, codecs.getincrementaldecoder("utf-8")(errors="ignore")
+            for position, token in enumerate(delta.tokens):
                 data = self._token_bytes(token.token_id)
-                logprob, top = _logprob_and_top(token)
                 tokens.append(token_text(data))
-                token_logprobs.append(logprob)
-                text_offset.append(start + min(len(before.decode(errors="ignore")), len(delta.text)))
-                # The chosen token is among them even where it is not one of the likeliest.
-                top_logprobs.append(
-                    {token_text(self._token_bytes(key)): value for key, value in top} | {tokens[-1]: logprob}
-                )
-                before += data
+                text_offset.append(start + min(num_before, len(delta.text)))
+                if position == 0 and token.logprobs is None and not delta.text[: len(data)].encode().startswith(data):
+                    # What the tokenizer put before a prompt is no part of its text.
+                    data = b""
+                if token.logprobs is None:
+                    token_logprobs.append(None)
+                    top_logprobs.append(None)
+                else:
+                    logprob, top = _logprob_and_top(token.logprobs)
+                    token_logprobs.append(logprob)
+                    # The chosen token is among them even where it is not one of the likeliest.
+                    top_logprobs.append(
+                        {token_text(self._token_bytes(key)): value for key, value in top} | {tokens[-1]: logprob}
+                    )
+                num_before += len(decoder.decode(data))
             self._text_lengths[index] += len(delta.text)
         return {
             "tokens": tokens,
@@ -156,7 +209,7 @@ Reply = ChatReply | CompletionReply
 
 
 def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
-    """The sum over all choices."""
+    """The sum over all prompts."""
     parts = list(usages)
     prompt = sum(usage.num_prompt_tokens for usage in parts)
     generated = sum(usage.num_generated_tokens for usage in parts)
@@ -198,11 +251,26 @@ def token_text(data: bytes) -> str:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
 
-def _logprob_and_top(token: SampledToken) -> tuple[float, list[tuple[int, float]]]:
-    if token.logprobs is None:
-        return _LOWEST_LOGPROB, []
-    top = [(token_id, max(logprob, _LOWEST_LOGPROB)) for token_id, logprob in token.logprobs.top]
-    return max(token.logprobs.logprob, _LOWEST_LOGPROB), top
+def prompt_logprobs_list(prompt: PromptLogprobs, token_bytes: TokenBytes) -> list[dict[str, Any] | None]:
+    """vLLM's `prompt_logprobs`: for each token of the prompt null (the first one) or an object by token id."""
+    entries: list[dict[str, Any] | None] = []
+    for token in prompt.tokens:
+        if token.logprobs is None:
+            entries.append(None)
+            continue
+        logprob, top = _logprob_and_top(token.logprobs)
+        entries.append(
+            {
+                str(token_id): {"logprob": value, "decoded_token": token_text(token_bytes(token_id))}
+                for token_id, value in {token.token_id: logprob, **dict(top)}.items()
+            }
+        )
+    return entries
+
+
+def _logprob_and_top(logprobs: TokenLogprobs) -> tuple[float, list[tuple[int, float]]]:
+    top = [(token_id, max(logprob, _LOWEST_LOGPROB)) for token_id, logprob in logprobs.top]
+    return max(logprobs.logprob, _LOWEST_LOGPROB), top
 
 
 def _rate(count: int, seconds: float) -> float:

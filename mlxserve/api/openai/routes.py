@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Body = TypeVar("Body", bound=CompletionFields)
 Prepare = Callable[[Body, str, "ServedModel"], tuple[Sequence[GenerationRequest], Reply]]
-"""From a body, the id of its reply and its model: one request for each choice, and the shape of the reply."""
+"""From a body, the id of its reply and its model: one request for each prompt, and the shape of the reply."""
 
 # Parsing more than this would be felt by the streams that share the event loop.
 INLINE_BODY_BYTES = 1_000_000
@@ -88,7 +88,9 @@ class OpenAIRoutes:
             return Answer(
                 envelope=Envelope(request_id, model.name),
                 reply=reply,
-                generations=await _start(model, requests, started),
+                generations=await _start(model, requests, body.num_samples, started),
+                num_samples=body.num_samples,
+                num_choices=body.num_choices,
                 include_usage=body.include_usage,
                 include_timings=bool(body.timings),
             )
@@ -108,27 +110,32 @@ class OpenAIRoutes:
 
 
 async def _start(
-    model: "ServedModel", requests: Sequence[GenerationRequest], started: "list[Generation]"
+    model: "ServedModel", requests: Sequence[GenerationRequest], num_samples: int, started: "list[Generation]"
 ) -> "list[Generation]":
-    """Admit all requests, in order. `started` gets each as it is admitted, also when a later one is refused."""
+    """Admit all samples of all requests, in order. `started` gets each as it is admitted, also when a later one is
+    refused."""
 
-    async def start(request: GenerationRequest) -> "Generation":
-        generation = await model.generate(request)
-        started.append(generation)
-        return generation
+    async def start(request: GenerationRequest) -> "list[Generation]":
+        generations = await model.generate_samples(request, num_samples)
+        started.extend(generations)
+        return generations
 
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(start(request)) for request in requests]
     except ExceptionGroup as failures:
         raise failures.exceptions[0] from None
-    return [task.result() for task in tasks]
+    return [generation for task in tasks for generation in task.result()]
 
 
 def _prepare_chat(
     body: ChatCompletionRequest, request_id: str, model: "ServedModel"
 ) -> tuple[Sequence[GenerationRequest], Reply]:
-    reply = ChatReply(model.tokenizer.token_bytes, with_logprobs=bool(body.logprobs))
+    reply = ChatReply(
+        model.tokenizer.token_bytes,
+        with_logprobs=bool(body.logprobs),
+        with_prompt_logprobs=body.prompt_logprobs is not None,
+    )
     return [chat_request(body, request_id, model.default_sampling)], reply
 
 
@@ -136,8 +143,24 @@ def _prepare_completion(
     body: CompletionRequest, request_id: str, model: "ServedModel"
 ) -> tuple[Sequence[GenerationRequest], Reply]:
     requests = completion_requests(body, request_id, model.default_sampling)
-    reply = CompletionReply(model.tokenizer.token_bytes, num_logprobs=body.logprobs, num_choices=len(requests))
+    echoes: list[str] = []
+    if body.echo:
+        texts = [_prompt_text(prompt, model) for prompt in body.prompts]
+        echoes = [text for text in texts for _ in range(body.num_samples)]
+    reply = CompletionReply(
+        model.tokenizer.token_bytes,
+        num_logprobs=body.logprobs,
+        num_choices=len(requests) * body.num_samples,
+        echoes=echoes,
+        with_prompt_logprobs=body.prompt_logprobs is not None,
+    )
     return requests, reply
+
+
+def _prompt_text(prompt: str | list[int], model: "ServedModel") -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return b"".join(map(model.tokenizer.token_bytes, prompt)).decode(errors="replace")
 
 
 def _model_object(info: "ModelInfo") -> dict[str, Any]:

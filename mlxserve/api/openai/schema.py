@@ -3,11 +3,12 @@
 Three kinds of fields stand here. Those with an effect. Those accepted without one, because they ask for nothing
 that changes an answer: `user`, `safety_identifier`, `metadata`, `store`, `service_tier`, `prompt_cache_key`,
 `prompt_cache_retention`, `parallel_tool_calls`. And those that are known and not supported yet: they may be null
-or have a value that asks for nothing (`n: 1`, `tools: []`), and are refused by name otherwise. A field that stands
-nowhere here is refused as unknown. Null means the default everywhere.
+or have a value that asks for nothing (`suffix: ""`, `tools: []`), and are refused by name otherwise. A field that
+stands nowhere here is refused as unknown. Null means the default everywhere.
 
-Beside OpenAI's own: `top_k`, `min_p`, `ignore_eos`, `chat_template_kwargs`, `priority`, `cache_salt` as vLLM has
-them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply.
+Beside OpenAI's own: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `prompt_logprobs`,
+`ignore_eos`, `chat_template_kwargs`, `priority`, `cache_salt` as vLLM has them; `typical_p` and `repeat_last_n` as
+llama-server has them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply.
 """
 
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -28,7 +29,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from mlxserve.api.openai.errors import invalid_parameter
-from mlxserve.core.sampling_params import MAX_LOGPROBS
+from mlxserve.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from mlxserve.errors import InvalidParameter
 
 MAX_STOP_STRINGS = 16
@@ -39,6 +40,8 @@ MAX_PARTS = 10_000
 MAX_MESSAGES = 100_000
 MAX_PROMPT_TOKENS = 2**20
 """Checking a longer list takes so long that other requests would feel it."""
+MAX_SAMPLES = 16
+"""Answers to one prompt, shown or not."""
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where the client gave none: OpenAI's own default."""
 
@@ -95,6 +98,23 @@ Stop = Annotated[
     Annotated[StopString, Tag(":text")]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(":list")],
     Discriminator(_text_or_list, "stop_type", "Input should be a string or a list of strings"),
+]
+
+
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+
+
+def _keys_are_token_ids(value: dict[str, float]) -> dict[str, float]:
+    for key in value:
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise PydanticCustomError("value_error", "{key} is no token id", {"key": repr(key[:40])})
+    return value
+
+
+LogitBias = Annotated[
+    dict[str, Annotated[float, Field(ge=-100, le=100)]],
+    Field(max_length=MAX_LOGIT_BIASES),
+    AfterValidator(_keys_are_token_ids),
 ]
 
 
@@ -157,6 +177,16 @@ class CompletionFields(WireModel):
     top_k: Annotated[int, Field(ge=-1)] | None = None
     """0 and -1 are both off."""
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
+    logit_bias: LogitBias | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     stop: Stop | None = None
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     ignore_eos: bool | None = None
@@ -173,14 +203,7 @@ class CompletionFields(WireModel):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    n: Annotated[Any, unsupported(1)] = None
-    presence_penalty: Annotated[Any, unsupported(0)] = None
-    frequency_penalty: Annotated[Any, unsupported(0)] = None
-    repetition_penalty: Annotated[Any, unsupported(1)] = None
-    logit_bias: Annotated[Any, unsupported({})] = None
-    min_tokens: Annotated[Any, unsupported(0)] = None
     keep_alive: Annotated[Any, unsupported()] = None
-    echo: Annotated[Any, unsupported(False)] = None
     response_format: Annotated[Any, unsupported({"type": "text"})] = None
 
     @model_validator(mode="after")
@@ -188,6 +211,22 @@ class CompletionFields(WireModel):
         if self.stream_options is not None and not self.stream:
             raise InvalidParameter("'stream_options' is only for requests with stream: true.", param="stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _streams_have_no_prompt_logprobs(self) -> Self:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidParameter("'prompt_logprobs' is only for requests without a stream.", param="prompt_logprobs")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Of each prompt."""
+        return self.n or 1
+
+    @property
+    def num_samples(self) -> int:
+        """Answers to generate for each prompt: as many as are shown, or more."""
+        return self.num_choices
 
     @property
     def include_usage(self) -> bool:
@@ -215,6 +254,7 @@ class ChatCompletionRequest(CompletionFields):
     modalities: Annotated[Any, unsupported(["text"])] = None
     audio: Annotated[Any, unsupported()] = None
     prediction: Annotated[Any, unsupported()] = None
+    echo: Annotated[Any, unsupported(False)] = None
     moderation: Annotated[Any, unsupported()] = None
     verbosity: Annotated[Any, unsupported()] = None
     web_search_options: Annotated[Any, unsupported()] = None
@@ -229,6 +269,8 @@ class ChatCompletionRequest(CompletionFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise InvalidParameter("'top_logprobs' needs logprobs: true.", param="top_logprobs")
+        if self.timings and self.num_choices > 1:
+            raise InvalidParameter("'timings' needs a single choice.", param="timings")
         return self
 
     @property
@@ -236,7 +278,6 @@ class ChatCompletionRequest(CompletionFields):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
@@ -263,14 +304,39 @@ class CompletionRequest(CompletionFields):
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
 
-    best_of: Annotated[Any, unsupported(1)] = None
+    echo: bool | None = None
+    best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
+
     suffix: Annotated[Any, unsupported("")] = None
 
     @model_validator(mode="after")
-    def _timings_of_one_prompt(self) -> Self:
-        if self.timings and len(self.prompts) > 1:
-            raise InvalidParameter("'timings' needs a single prompt.", param="timings")
+    def _timings_of_one_choice(self) -> Self:
+        if self.timings and len(self.prompts) * self.num_samples > 1:
+            raise InvalidParameter("'timings' needs a single prompt and a single choice.", param="timings")
         return self
+
+    @model_validator(mode="after")
+    def _best_of_is_more_than_n(self) -> Self:
+        if self.num_samples < self.num_choices:
+            raise InvalidParameter(
+                f"'best_of' is {self.best_of} and 'n' is {self.n}; it cannot be less.", param="best_of"
+            )
+        if self.num_samples > self.num_choices and self.stream:
+            raise InvalidParameter(
+                "'best_of' cannot be streamed: the best is known when all are there. Send stream: false.",
+                param="best_of",
+            )
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        return self.best_of or self.num_choices
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """What is asked for of the prompt's tokens, by whichever of the two ways."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
     @property
     def prompts(self) -> tuple[str | list[int], ...]:
