@@ -2,8 +2,12 @@
 
 import enum
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from mlxserve.core.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from mlxserve.core.constraint import TokenConstraint
 
 
 class RequestStatus(enum.Enum):
@@ -47,6 +51,8 @@ class Request:
     """Lower runs first among the waiting."""
     cache_salt: str | None = None
     """Requests share cached prefix blocks only with requests of the same salt."""
+    constraint: "TokenConstraint | None" = None
+    """What its answer must be; it is this request's own."""
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)

@@ -14,7 +14,8 @@ sequence's decode row.
 Both objects are plain and picklable: a step can be logged, replayed, or sent to other ranks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
@@ -47,6 +48,8 @@ class DecodeRow:
     seed: int
     output_index: int
     """How many tokens were generated before this one: with `seed` it fixes the random number of this draw."""
+    is_constrained: bool = False
+    """Its token must be one that the request's constraint allows: the runner asks for the mask (core/constraint.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +105,8 @@ class StepResult:
     decode_time: float | None
     """Seconds spent on decode rows, sampling included. None: they went through the model together with the last of the
     chunks, and prefill_time is the time of all."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Decode rows, by index, whose constraint left no token, with the reason; their tokens mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +119,5 @@ class RequestOutput:
     num_computed_tokens: int
     num_cached_tokens: int
     finish_reason: FinishReason | None = None
+    error: str | None = None
+    """With FinishReason.ERROR: what went wrong, where it was this request alone."""

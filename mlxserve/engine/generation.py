@@ -10,6 +10,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import TokenConstraint
 from mlxserve.core.generation import ChatPrompt, Finished, GenerationEvent, GenerationRequest, TextDelta, Timings, Usage
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord
@@ -28,6 +29,7 @@ from mlxserve.errors import (
 )
 from mlxserve.text.chat_template import encode_prompt
 from mlxserve.text.detokenizer import IncrementalDetokenizer
+from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.stop_strings import StopStringMatcher
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -66,6 +68,7 @@ class ServedModel:
     ) -> None:
         self.description = description
         self.tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer)
         self._thread = thread
         self._handle = handle
         self._config = config
@@ -102,10 +105,11 @@ class ServedModel:
         return self._handle.engine.stats()
 
     async def generate(self, request: GenerationRequest) -> "Generation":
-        """Template, tokenise and queue a request.
+        """Template, tokenise, compile the grammar of, and queue a request.
 
         Raises:
-            InvalidParameter: the prompt cannot be rendered or tokenised, or a request of this id is in flight.
+            InvalidParameter: the prompt cannot be rendered or tokenised, the grammar cannot be enforced, or a request
+                of this id is in flight.
             ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: too many requests are waiting already.
             EngineDead: the engine computes nothing any more, or the server is stopping.
@@ -126,9 +130,7 @@ class ServedModel:
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
         self._handle.num_arriving += 1
         try:
-            prompt_ids = await loop.run_in_executor(
-                self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
-            )
+            prompt_ids, constraint = await loop.run_in_executor(self._executor, self._read, request)
         finally:
             self._handle.num_arriving -= 1
         self._check_alive()
@@ -156,6 +158,7 @@ class ServedModel:
             deadline=None if timeout is None else timeline.received + timeout,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            constraint=constraint,
         )
         generation = Generation(
             engine_request,
@@ -171,6 +174,18 @@ class ServedModel:
         timeline.tokenised = time.monotonic()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
+
+    def _read(self, request: GenerationRequest) -> tuple[list[int], TokenConstraint | None]:
+        """The prompt's token ids, and what the answer must be. On a worker thread."""
+        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length)
+        if request.grammar is None:
+            return prompt_ids, None
+        if request.sampling.ignore_eos:
+            raise InvalidParameter(
+                f"'ignore_eos' goes on past the end that '{request.grammar.param}' gives the answer; send one of them",
+                param="ignore_eos",
+            )
+        return prompt_ids, self._grammars.compile(request.grammar)
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
@@ -330,7 +345,7 @@ class Generation:
                 reason = FinishReason.STOP
             if reason is not None:
                 self._emit(text, tokens)
-                self._finish(reason)
+                self._finish(reason, output.error)
                 return
         self._emit(text, tokens)
 
@@ -340,7 +355,7 @@ class Generation:
                 self._timeline.first_delivery = time.monotonic()
             self._ready.append(TextDelta("".join(text), tuple(tokens)))
 
-    def _finish(self, reason: FinishReason) -> None:
+    def _finish(self, reason: FinishReason, error: str | None) -> None:
         match reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._end(reason.value, reason)
@@ -349,7 +364,7 @@ class Generation:
             case FinishReason.CANCELLED:
                 self._end(reason.value, RequestCancelled("the request was cancelled"))
             case FinishReason.ERROR:
-                self._end(reason.value, EngineError("the engine failed while computing this request"))
+                self._end(reason.value, EngineError(error or "the engine failed while computing this request"))
 
     def _end(self, outcome: str, last: FinishReason | MlxserveError) -> None:
         self._ended = True

@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.step import PrefillChunk, SampledToken, ScheduledStep, StepResult
 from mlxserve.errors import EngineError
 from mlxserve.runner.sampler import Sampler
@@ -32,7 +33,7 @@ class FallbackRunner:
         self._sampler = Sampler()
         self._caches: dict[str, list[Any]] = {}
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def run(self, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
         started = time.perf_counter()
         for request_id in step.released:
             self._caches.pop(request_id, None)
@@ -40,12 +41,20 @@ class FallbackRunner:
             self._prefill(chunk)
         prefilled = time.perf_counter()
         tokens: list[SampledToken] = []
-        for row in step.decode:
+        token_masks: TokenMasks | None = None
+        for index, row in enumerate(step.decode):
             logits = self._model(mx.array([[row.token_id]]), cache=self._cache_of(row.request_id, row.start))[:, -1]
-            sampled = self._sampler.sample(logits, [row])
+            if row.is_constrained and token_masks is None:
+                if masks is None:
+                    raise EngineError("a step with constrained rows needs their masks")
+                mx.async_eval(logits)  # type: ignore[no-untyped-call]
+                token_masks = masks(step, {})
+            row_mask = token_masks.row(index) if row.is_constrained and token_masks is not None else None
+            sampled = self._sampler.sample(logits, [row], row_mask)
             mx.eval(sampled.arrays())
             tokens += sampled.collect()
-        return StepResult(step.step_id, tuple(tokens), prefilled - started, time.perf_counter() - prefilled)
+        failures = {} if token_masks is None else token_masks.failures
+        return StepResult(step.step_id, tuple(tokens), prefilled - started, time.perf_counter() - prefilled, failures)
 
     def reset(self) -> None:
         self._caches.clear()

@@ -1,8 +1,9 @@
 """Chooses what every step computes. A request wants its uncomputed tokens; there are no phases beyond that."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import ConstrainedRow
 from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.stats import EngineStats
 from mlxserve.core.step import (
@@ -154,6 +155,20 @@ class Scheduler:
         decode = [self._decode_row(request, None, request.num_tokens) for request in rows]
         return self._launch(Flight(chunks=[], rows=rows), (), (), decode)
 
+    def constrained_rows(self, step: ScheduledStep, pending: Mapping[str, int]) -> list[ConstrainedRow]:
+        """The rows of a step given out whose requests have a constraint, in order.
+
+        `pending`: tokens by request id of the step before, whose result update() has not been given yet.
+        """
+        rows = []
+        for index, request in enumerate(self._flights[step.step_id].rows):
+            if request.constraint is not None:
+                token_ids = request.token_ids[request.num_prompt_tokens + request.constraint.num_tokens :]
+                if request.request_id in pending:
+                    token_ids.append(pending[request.request_id])
+                rows.append(ConstrainedRow(index, request.constraint, token_ids))
+        return rows
+
     def update(self, step: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
         """Take a step's result: outputs of every request that got a token or ended.
 
@@ -171,9 +186,14 @@ class Scheduler:
                 request.num_computed_tokens = end
                 self._kv.publish(request)
         outputs = self.take_finished()
-        for request, token in zip(flight.rows, result.tokens, strict=True):
+        for index, (request, token) in enumerate(zip(flight.rows, result.tokens, strict=True)):
             if request.status is RequestStatus.RUNNING:
-                outputs.append(self._append_token(request, token, now))
+                if index in result.failures:
+                    self._finish(request, FinishReason.ERROR)
+                    error = f"the answer cannot go on within its grammar: {result.failures[index]}"
+                    outputs.append(self._output(request, None, error))
+                else:
+                    outputs.append(self._append_token(request, token, now))
         return outputs
 
     def take_over(self, failed: "Scheduler") -> list[RequestOutput]:
@@ -341,6 +361,7 @@ class Scheduler:
             sampling=request.sampling,
             seed=request.seed,
             output_index=start + 1 - request.num_prompt_tokens,
+            is_constrained=request.constraint is not None,
         )
 
     def _launch(
@@ -403,13 +424,14 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
-    def _output(self, request: Request, token: SampledToken | None) -> RequestOutput:
+    def _output(self, request: Request, token: SampledToken | None, error: str | None = None) -> RequestOutput:
         return RequestOutput(
             request_id=request.request_id,
             token=token,
             num_computed_tokens=request.num_computed_tokens,
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=request.finish_reason,
+            error=error,
         )
 
     def _check_length(self, request: Request) -> None:

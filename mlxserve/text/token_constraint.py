@@ -1,0 +1,89 @@
+"""A grammar at one place in an answer, and the masks of many at once."""
+
+import functools
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from mlxserve.core.constraint import ConstrainedRow, TokenMasks
+
+MAX_FAILURE_LENGTH = 300
+
+
+class GrammarConstraint:
+    """`first_masked`: bits, as in TokenMasks, of tokens that must not begin an answer."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab_size: int, first_masked: bytes = b"") -> None:
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.first_masked = first_masked
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take tokens of the answer. One that is not allowed makes it fail for good."""
+        self.matcher.consume_tokens(list(token_ids))
+        self._num_tokens += len(token_ids)
+
+    def num_accepted(self, token_ids: Sequence[int]) -> int:
+        return self.matcher.validate_tokens(list(token_ids))
+
+    def failure_at_start(self) -> str | None:
+        """Why no answer can be begun; None if one can."""
+        return compute_masks([ConstrainedRow(0, self, ())], 1).failures.get(0)
+
+    def failure(self) -> str | None:
+        """Why the answer cannot go on; None if it can, or can end. Known once a mask was computed."""
+        if self.matcher.is_error():
+            # Some messages draw the place of the fault over several lines.
+            return " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:MAX_FAILURE_LENGTH]
+        if self.matcher.is_stopped() and not self.matcher.is_accepting():
+            return "the grammar allows nothing more, and is not at an end"
+        return None
+
+
+def compute_masks(rows: Sequence[ConstrainedRow], num_rows: int) -> TokenMasks:
+    """Masks of a step with `num_rows` rows, of which `rows`, at least one, have a constraint of this module.
+
+    The interpreter is free while they are computed.
+    """
+    constraints = [cast(GrammarConstraint, row.constraint) for row in rows]
+    # The library writes words of 32 bits.
+    num_bytes = (constraints[0].vocab_size + 31) // 32 * 4
+    bits = np.full((num_rows, num_bytes), 0xFF, np.uint8)
+    for row, constraint in zip(rows, constraints, strict=True):
+        constraint.advance(row.token_ids)
+    if len(rows) == 1 and not rows[0].draft_token_ids:
+        # Without the way to other threads and back, which takes longer than most masks.
+        constraints[0].matcher.unsafe_compute_mask_ptr(bits[rows[0].index].ctypes.data, num_bytes)
+    else:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(
+            [
+                (constraint.matcher, row.index, list(row.draft_token_ids))
+                for row, constraint in zip(rows, constraints, strict=True)
+            ],
+            bits.ctypes.data,
+            num_bytes,
+            num_rows,
+        )
+    failures = {}
+    for row, constraint in zip(rows, constraints, strict=True):
+        if constraint.num_tokens == 0 and constraint.first_masked:
+            masked = np.frombuffer(constraint.first_masked, np.uint8)
+            bits[row.index, : len(masked)] &= ~masked
+        failure = constraint.failure()
+        if failure is None and not bits[row.index].any():
+            failure = "no token of this model's vocabulary fits"
+        if failure is not None:
+            failures[row.index] = failure
+    return TokenMasks(num_rows, bits.tobytes(), failures)
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
