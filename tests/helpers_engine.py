@@ -136,7 +136,7 @@ class FakeRunner:
         self.steps: list[ScheduledStep] = []
         self._states: dict[tuple[int, int], int] = {}
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def run(self, step: ScheduledStep, masks: object = None) -> StepResult:
         self.steps.append(step)
         self.before_step(step)
         for copy in step.copies:
