@@ -29,6 +29,7 @@ class Grammar:
     """json_schema: regular expression of what may stand between two tokens of JSON; None: a little."""
 
 
+MAX_CHOICES = 1000
 JSON_OBJECT: dict[str, Any] = {"type": "object"}
 """The schema of any JSON object."""
 

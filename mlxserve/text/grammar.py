@@ -6,7 +6,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 
-from mlxserve.core.constraint import Grammar
+from mlxserve.core.constraint import MAX_CHOICES, Grammar
 from mlxserve.errors import InvalidParameter
 from mlxserve.text import grammar_text, json_schema
 from mlxserve.text.token_constraint import GrammarConstraint
@@ -14,7 +14,6 @@ from mlxserve.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_LENGTH = 64 * 1024
 """Characters of a grammar, or of a schema as JSON."""
-MAX_CHOICES = 1000
 
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Between two tokens of JSON: none, a space, or a new line with its indentation. Without a bound a model can go on with
