@@ -56,21 +56,22 @@ def compute_masks(rows: Sequence[ConstrainedRow], num_rows: int) -> TokenMasks:
     # The library writes words of 32 bits.
     num_bytes = (constraints[0].vocab_size + 31) // 32 * 4
     bits = np.full((num_rows, num_bytes), 0xFF, np.uint8)
+    plain: list[tuple[LLMatcher, int]] = []
+    drafted: list[tuple[LLMatcher, int, list[int]]] = []
     for row, constraint in zip(rows, constraints, strict=True):
         constraint.advance(row.token_ids)
-    if len(rows) == 1 and not rows[0].draft_token_ids:
+        if row.draft_token_ids:
+            drafted.append((constraint.matcher, row.index, list(row.draft_token_ids)))
+        else:
+            plain.append((constraint.matcher, row.index))
+    if len(plain) == 1:
         # Without the way to other threads and back, which takes longer than most masks.
-        constraints[0].matcher.unsafe_compute_mask_ptr(bits[rows[0].index].ctypes.data, num_bytes)
-    else:
-        _executor().unsafe_compute_mask_ptr_with_draft_token(
-            [
-                (constraint.matcher, row.index, list(row.draft_token_ids))
-                for row, constraint in zip(rows, constraints, strict=True)
-            ],
-            bits.ctypes.data,
-            num_bytes,
-            num_rows,
-        )
+        matcher, index = plain[0]
+        matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, num_bytes)
+    elif plain:
+        _executor().unsafe_compute_mask_ptr(plain, bits.ctypes.data, num_bytes, num_rows)
+    if drafted:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, bits.ctypes.data, num_bytes, num_rows)
     failures = {}
     for row, constraint in zip(rows, constraints, strict=True):
         if constraint.num_tokens == 0 and constraint.first_masked:
