@@ -93,7 +93,7 @@ def _scaled(value: float) -> Decimal:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    return isinstance(value, int) and _is_number(value) and value >= 0
 
 
 def _is_multiple(value: Any) -> bool:
