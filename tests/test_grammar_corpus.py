@@ -61,7 +61,8 @@ _format("duration", r"P(?=.)(\d+W|(\d+Y)?(\d+M)?(\d+D)?(T(?=.)(\d+H)?(\d+M)?(\d+
 _format("email", r"[^@\s]+@[^@\s]+|\"[^\"]*\"@.+")
 _format("hostname", r"(?=.{1,253}$)[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)*")
 _format("uri", r"[a-z][a-z0-9+.-]*:[^\s<>\"{}|\\^`]*")
-formats.checks("date", ValueError)(lambda value: bool(date.fromisoformat(value)))
+# The year 0 exists for RFC 3339, and not for Python.
+formats.checks("date", ValueError)(lambda value: bool(date.fromisoformat(re.sub("^0000", "2000", value))))
 formats.checks("ipv4", ValueError)(lambda value: bool(ipaddress.IPv4Address(value)))
 formats.checks("ipv6", ValueError)(lambda value: bool(ipaddress.IPv6Address(value)))
 formats.checks("uuid", ValueError)(lambda value: bool(uuid.UUID(value)))

@@ -9,6 +9,7 @@ from typing import Any
 from mlxserve.core.constraint import JSON_OBJECT, Grammar
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import InvalidParameter
+from mlxserve.text import json_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class ChatParameters:
         """A copy whose answers are JSON: `json` for any object, else the name of a file with a schema.
 
         Raises:
-            InvalidParameter: the file cannot be read, or is no schema.
+            InvalidParameter: the file cannot be read, or has no schema that can be enforced.
         """
         if text == "json":
             return dataclasses.replace(self, schema=JSON_OBJECT)
@@ -67,8 +68,10 @@ class ChatParameters:
                 f"the format is 'json' or a file with a JSON schema, and {text} cannot be read as one: {error}",
                 param="format",
             ) from error
-        if not isinstance(schema, (dict, bool)):
-            raise InvalidParameter(f"{text} has no JSON schema, which is an object", param="format")
+        try:
+            json_schema.check(schema)
+        except json_schema.UnsupportedSchema as error:
+            raise InvalidParameter(f"the schema in {text} cannot be used: {error}", param="format") from error
         return dataclasses.replace(self, schema=schema)
 
     def with_value(self, name: str, values: list[str]) -> "ChatParameters":

@@ -9,7 +9,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from mlxserve.core.constraint import MAX_CHOICES, Grammar
 from mlxserve.errors import InvalidParameter
 from mlxserve.text import grammar_text, json_schema
-from mlxserve.text.token_constraint import GrammarConstraint
+from mlxserve.text.token_constraint import GrammarConstraint, Unwritable
 from mlxserve.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_LENGTH = 64 * 1024
@@ -122,8 +122,6 @@ def _check_length(text: str) -> None:
 def _explained(failure: str) -> str:
     if failure.startswith("oneOf constraints"):
         return "oneOf is supported where its schemas exclude one another by a type or a constant property"
-    if failure.startswith("NoExtension"):
-        return "no text that this model can write satisfies it"
     return failure.rstrip(".")
 
 
@@ -145,7 +143,12 @@ class _Vocabulary:
         self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokens of a text that the grammar leaves no choice about; exactly these bytes."""
+        """Tokens of a text that the grammar leaves no choice about; exactly these bytes.
+
+        Raises:
+            Unwritable: some byte is in no token. The library takes any error here for a failure of the grammar; fewer
+                tokens than the text has it would take for the whole.
+        """
         return self._encode(text) or self._longest_first(text)
 
     def _encode(self, text: bytes) -> list[int] | None:
@@ -169,7 +172,7 @@ class _Vocabulary:
                     start = end
                     break
             else:
-                break  # a byte that the vocabulary cannot write
+                raise Unwritable
         return token_ids
 
 

@@ -12,6 +12,10 @@ from mlxserve.core.constraint import ConstrainedRow, TokenMasks
 MAX_FAILURE_LENGTH = 300
 
 
+class Unwritable(Exception):
+    """A text has bytes that are in no token of the vocabulary."""
+
+
 class GrammarConstraint:
     """`first_masked`: bits, as in TokenMasks, of tokens that must not begin an answer."""
 
@@ -40,11 +44,20 @@ class GrammarConstraint:
     def failure(self) -> str | None:
         """Why the answer cannot go on; None if it can, or can end. Known once a mask was computed."""
         if self.matcher.is_error():
-            # Some messages draw the place of the fault over several lines.
-            return " ".join(self.matcher.get_error().replace("<non-verbose/>", "").split())[:MAX_FAILURE_LENGTH]
+            return _one_line(self.matcher.get_error())
         if self.matcher.is_stopped() and not self.matcher.is_accepting():
             return "the grammar allows nothing more, and is not at an end"
         return None
+
+
+def _one_line(error: str) -> str:
+    """The library's message without the drawing of where the fault is; of a long one the beginning and the end."""
+    if Unwritable.__name__ in error or error.startswith("NoExtension"):
+        return "no text that this model can write satisfies it"
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    if len(line) <= MAX_FAILURE_LENGTH:
+        return line
+    return f"{line[: MAX_FAILURE_LENGTH // 3]} ... {line[-MAX_FAILURE_LENGTH * 2 // 3 :]}"
 
 
 def compute_masks(rows: Sequence[ConstrainedRow], num_rows: int) -> TokenMasks:
