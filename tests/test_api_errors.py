@@ -134,7 +134,7 @@ BAD_CHAT = [
     ({"min_tokens": 3}, "min_tokens", "unsupported_parameter"),
     ({"echo": True}, "echo", "unsupported_parameter"),
     ({"keep_alive": -1}, "keep_alive", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),
