@@ -41,8 +41,8 @@ GRAMMARS = {
     "GBNF": Grammar("grammar", ARITHMETIC, "bench"),
     "choice": Grammar("choice", tuple(f"label {index}" for index in range(100)), "bench"),
 }
-ENDLESS = Grammar("regex", r"(.|\n)*", "bench")
-"""Allows any text and never the same twice: a batch of it decodes for as long as the others."""
+ENDLESS = Grammar("json_schema", {"type": "array", "items": PERSON, "minItems": 1000}, "bench")
+"""An answer that lasts as long as the ones without a constraint."""
 
 
 def main() -> None:
@@ -143,7 +143,7 @@ class GrammarBench:
             constraint = self.compiler.compile(ENDLESS) if index < num_constrained else None
             prompt = self.random.choices(range(300, 40_000), k=64)
             sampling = SamplingParams(temperature=1.0, ignore_eos=constraint is None)
-            # Ends of sequence are no ends here: all streams must last.
+            # Without ends of sequence: all streams must last.
             made = Request(
                 f"{index}", prompt, sampling, frozenset(), index, 4096, time.monotonic(), constraint=constraint
             )

@@ -108,6 +108,9 @@ REFUSED: list[tuple[dict[str, Any], str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing_required_parameter"),
     (json_schema(), "response_format.json_schema.schema", "missing_required_parameter"),
     (json_schema(schema="{}"), "response_format.json_schema.schema", "invalid_type"),
+    (json_schema(schema=None), "response_format.json_schema.schema", "invalid_type"),
+    ({"guided_json": 3}, "guided_json", "invalid_type"),
+    ({"json_schema": "{}"}, "json_schema", "invalid_type"),
     (json_schema(schema=SCHEMA, strict="yes"), "response_format.json_schema.strict", "invalid_type"),
     (json_schema(schema=SCHEMA, stict=True), "response_format.json_schema.stict", "unknown_parameter"),
     (

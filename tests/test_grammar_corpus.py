@@ -16,6 +16,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -27,12 +28,14 @@ from corpus_grammars import CHOICES, GBNF, LARK, REGEXES
 from corpus_schemas import DIALECT_7, SCHEMAS
 from helpers_arrivals import Answers, serve
 
+from mlxserve.config import EngineConfig
 from mlxserve.core.constraint import ConstrainedRow, Grammar, TokenMasks
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.engine.build import build_engine
 from mlxserve.engine.engine import Engine
 from mlxserve.runner import device
+from mlxserve.store import loader
 from mlxserve.text import json_schema
 from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.token_constraint import GrammarConstraint, compute_masks
@@ -214,3 +217,22 @@ def test_answers_are_valid_or_the_beginning_of_something_valid() -> None:
     print(reasons)
     # Both kinds must be there to be tested.
     assert min(reasons[FinishReason.STOP], reasons[FinishReason.LENGTH]) > 10
+
+
+@pytest.mark.slow
+def test_a_sample_answered_by_the_demo_model(demo_model: Path) -> None:
+    """Its tokenizer is built from a GGUF file, and it would rather say other things."""
+    print(f"replay with MLXSERVE_TEST_SEED={SEED}")
+    loaded = loader.load(demo_model, name="demo", dtype_policy="float32")
+    tokenizer = Tokenizer(loaded.tokenizer, loaded.eos_token_ids)
+    compiler = GrammarCompiler(tokenizer)
+    config = EngineConfig(max_num_seqs=32, kv_cache_bytes=400_000_000)
+    engine = build_engine(loaded, config, device.detect(), loaded.context_length).engine
+    prompt = tokenizer.encode("Tell me about yourself, in the form I asked for:\n", add_special_tokens=True)
+    names = random.Random(SEED).sample(list(CORPUS), 24)
+    requests = [
+        request(name, compiler.compile(CORPUS[name][0]), tokenizer, SEED + index, prompt=prompt)
+        for index, name in enumerate(names)
+    ]
+    answers = serve(engine, [(0, each) for each in requests])
+    assert sum(check_answers(names, answers, tokenizer).values()) == len(names)

@@ -26,9 +26,11 @@ from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.token_constraint import compute_masks
 from mlxserve.text.tokenizer import Tokenizer
 
-PATTERNS = ["[a-z ]{30}", None, "(the|then|them)( (cat|dog|mat)){5,9}", "\\d{25}!", None, "a{40}", "[abc]{3,6}", None]
+PATTERNS = ["[a-z ]{30}", None, "(the|then|them)( (cat|dog|mat)){5,9}", "[0-9]{25}!", None, "a{40}", "[abc]{3,6}", None]
 BYTES_PER_TOKEN = 3 * 2 * (16 + 16) * 4
 """Of the tiny checkpoints: layers, key/value heads, key and value dimensions, float32."""
+SMALL_POOL = 9 * 16 * BYTES_PER_TOKEN
+"""Blocks for little more than the longest request."""
 
 
 @functools.cache
@@ -101,7 +103,7 @@ def test_constrained_and_other_rows_share_steps(name: str, temperature: float) -
 
 def test_an_answer_does_not_depend_on_company_preemption_and_chunks() -> None:
     assert at_once(build(), requests()) == expected()
-    small = build(kv_cache_bytes=14 * 16 * BYTES_PER_TOKEN, max_prefill_tokens=16)
+    small = build(kv_cache_bytes=SMALL_POOL, max_prefill_tokens=16)
     assert at_once(small, requests()) == expected()
     assert small.stats().num_preemptions > 0
 
@@ -150,7 +152,7 @@ def test_steps_ahead_have_constrained_rows_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_late_arrivals_and_preemption_one_step_ahead() -> None:
-    engine = build(run_ahead=True, kv_cache_bytes=14 * 16 * BYTES_PER_TOKEN)
+    engine = build(run_ahead=True, kv_cache_bytes=SMALL_POOL)
     answers = serve(engine, [(4 * index, each) for index, each in enumerate(requests())])
     assert {name: answers.ids(name) for name in answers.tokens} == expected()
     assert engine.stats().num_preemptions > 0
@@ -177,10 +179,10 @@ def fail_steps(monkeypatch: pytest.MonkeyPatch, when: Callable[[int], bool]) -> 
 @pytest.mark.parametrize("run_ahead", [False, True])
 def test_requests_that_a_failed_step_did_not_hold_go_on(monkeypatch: pytest.MonkeyPatch, run_ahead: bool) -> None:
     """Those that were preempted: their constraints have taken tokens, and go on from there on the new cache."""
-    engine = build(run_ahead=run_ahead, kv_cache_bytes=14 * 16 * BYTES_PER_TOKEN)
+    engine = build(run_ahead=run_ahead, kv_cache_bytes=SMALL_POOL)
 
     def when(number: int) -> bool:
-        return number > 20 and number % 30 == 0 and engine.stats().num_preemptions > 0
+        return number > 20 and number % 15 == 0 and engine.stats().num_preemptions > 0
 
     fail_steps(monkeypatch, when)
     answers = serve(engine, [(0, each) for each in requests()])

@@ -38,8 +38,8 @@ def run(
     port: Port = None,
     local: Annotated[bool, typer.Option("--local", help="Never use a running server.")] = False,
 ) -> None:
-    """Answer PROMPT, with piped input before it, or start a conversation. An empty PROMPT only loads MODEL: an alias, a
-    hub repository, a folder or a .gguf file.
+    """Answer PROMPT, with piped input before it, or start a conversation. An empty PROMPT only loads MODEL: alias,
+    hub repository, folder or .gguf file.
 
     Example: git diff | mlxserve run qwen3-4b 'Write a commit message'
     """

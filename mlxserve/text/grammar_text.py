@@ -11,15 +11,17 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 MAX_RULES = 500
 """The compiler follows rules on the stack: some 3,000 in a chain are the end of a thread's 8 MB."""
 
+# Quantifiers are possessive, and what is not closed ends with its line, so that every text takes linear time.
 _LEXEME = re.compile(
-    r"""(?P<text>"(?:\\.|[^"\\\n])*"i?)
-    |(?P<regex>/(?![/*])(?:\\.|[^/\\\n])+/[a-z]*)
-    |(?P<comment>//[^\n]*|\#[^\n]*)
-    |(?P<directive>%\w+)
+    r"""(?P<text>"(?:\\.|[^"\\\n])*+"?i?)
+    |(?P<regex>/(?![/*])(?:\\.|[^/\\\n])++/?[a-z]*+)
+    |(?P<comment>//[^\n]*+|\#[^\n]*+)
+    |(?P<directive>%\w++)
     |(?P<gbnf>::=)
-    |(?P<special><[^>\n]*>)
-    |(?P<nested>@\w+)
-    |(?P<rule>^[ \t]*[?!]*[\w.-]+[ \t]*(?P<attribute>\[[^\]\n]*\])?[ \t]*(?:\{[^}\n]*\}|\.\d+)?[ \t]*:(?![:=]))
+    |(?P<colons>:++)
+    |(?P<special><[^<>\n]*+>)
+    |(?P<nested>@\w++)
+    |(?P<attribute>^[ \t]*+[?!]*+[\w.-]++\s*+\[)
     |.""",
     re.VERBOSE | re.MULTILINE | re.DOTALL,
 )
@@ -54,15 +56,16 @@ def _check(lark: str) -> None:
     num_rules = 0
     for match in _LEXEME.finditer(lark):
         lexeme = match.group().strip()
-        if match["rule"]:
-            num_rules += 1
-            if match["attribute"]:
-                raise UnsupportedGrammar(f"attributes of rules are not supported: {match['attribute']}")
-        elif match["directive"] and lexeme not in _DIRECTIVES:
-            raise UnsupportedGrammar(f"the directive {lexeme} is not supported")
-        elif match["special"]:
-            raise UnsupportedGrammar(f"special tokens are not supported: {lexeme}")
-        elif match["nested"]:
-            raise UnsupportedGrammar(f"references to other grammars are not supported: {lexeme}")
+        match match.lastgroup:
+            case "colons":
+                num_rules += 1
+            case "directive" if lexeme not in _DIRECTIVES:
+                raise UnsupportedGrammar(f"the directive {lexeme} is not supported")
+            case "attribute":
+                raise UnsupportedGrammar(f"attributes of rules are not supported: {lexeme}")
+            case "special":
+                raise UnsupportedGrammar(f"special tokens are not supported: {lexeme}")
+            case "nested":
+                raise UnsupportedGrammar(f"references to other grammars are not supported: {lexeme}")
     if num_rules > MAX_RULES:
         raise UnsupportedGrammar(f"it has more than {MAX_RULES} rules")

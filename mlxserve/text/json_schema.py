@@ -45,6 +45,7 @@ class UnsupportedSchema(ValueError):
 def check(schema: Any) -> None:
     """Raise UnsupportedSchema unless the schema is one that is enforced as it stands."""
     nodes: dict[Path, Any] = {}
+    parents: dict[Path, Path] = {}
     waiting: list[tuple[Path, Any]] = [((), schema)]
     while waiting:
         path, node = waiting.pop()
@@ -58,8 +59,10 @@ def check(schema: Any) -> None:
         if isinstance(node, dict):
             for keyword, value in node.items():
                 _check_keyword(path, keyword, value)
-            waiting += _children(path, node)
-    _Endings(nodes).check()
+            children = list(_children(path, node))
+            parents |= {child: path for child, _ in children}
+            waiting += children
+    _Endings(nodes, parents).check()
 
 
 def _fault(path: Path, what: str) -> UnsupportedSchema:
@@ -156,23 +159,36 @@ def _children(path: Path, node: dict[str, Any]) -> Iterator[tuple[Path, Any]]:
 class _Endings:
     """Finds schemas that only endless values could satisfy, such as an object that must contain one of its own kind.
 
-    A schema has an end if a value of it can be written from parts that have one; this is repeated until it finds no
-    more. `false` counts as having one: it is no loop.
+    A schema has an end if a value of it can be written from parts that have one. `false` counts as having one: it is no
+    loop.
     """
 
     nodes: dict[Path, Any]
+    """Each before its children."""
+    parents: dict[Path, Path]
 
     def check(self) -> None:
+        dependents: dict[Path, list[Path]] = {path: [] for path in self.nodes}
+        for path, node in self.nodes.items():
+            if path in self.parents:
+                dependents[path].append(self.parents[path])
+            if isinstance(node, dict) and "$ref" in node:
+                dependents[self._target(path, node["$ref"])].append(path)
         ending: set[Path] = set()
-        rest = list(self.nodes)
-        while True:
-            found = {path for path in rest if self._ends(path, ending)}
-            if not found:
-                break
-            ending |= found
-            rest = [path for path in rest if path not in ending]
-        if rest:
-            path = min(rest, key=len)
+        blocked: set[Path] = set()
+        waiting = list(self.nodes)
+        while waiting:
+            path = waiting.pop()
+            if path in ending:
+                continue
+            if self._ends(path, ending):
+                ending.add(path)
+                waiting += blocked.intersection(dependents[path])
+            else:
+                blocked.add(path)
+        endless = self.nodes.keys() - ending
+        if endless:
+            path = min(endless, key=len)
             raise _fault(path, "it is recursive without end: each value would have to contain another of its kind")
 
     def _ends(self, path: Path, ending: set[Path]) -> bool:

@@ -29,6 +29,7 @@ from mlxserve.api.openai.structured import (
     Choices,
     GrammarText,
     JsonSchema,
+    JsonSchemaOrText,
     ResponseFormat,
     StructuredOutputs,
     requested_grammar,
@@ -174,12 +175,12 @@ class CompletionFields(WireModel):
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonSchema | str | None = None
+    guided_json: JsonSchemaOrText = None
     guided_regex: GrammarText | None = None
     guided_choice: Choices | None = None
     guided_grammar: GrammarText | None = None
     guided_whitespace_pattern: str | None = None
-    json_schema: JsonSchema | None = None
+    json_schema: JsonSchema = None
     grammar: GrammarText | None = None
     guided_decoding_backend: Annotated[Any, unsupported()] = None
 

@@ -7,7 +7,8 @@ OpenAI's `response_format`; vLLM's `structured_outputs`, and the `guided_...` fi
 import json
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
 from mlxserve.api.openai.wire import WireModel, unsupported
 from mlxserve.core.constraint import JSON_OBJECT, MAX_CHOICES, Grammar
@@ -18,11 +19,25 @@ if TYPE_CHECKING:
 
 Choices = Annotated[list[str], Field(min_length=1, max_length=MAX_CHOICES, fail_fast=True)]
 GrammarText = Annotated[str, Field(min_length=1)]
-JsonSchema = dict[str, Any] | bool
+
+
+def _json_schema(*others: type) -> AfterValidator:
+    """A schema is an object or a boolean; `others` pass as well. Not a union: errors would name its members."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, (dict, bool, *others)):
+            return value
+        raise PydanticCustomError("schema_type", "a JSON schema is an object or a boolean")
+
+    return AfterValidator(check)
+
+
+JsonSchema = Annotated[Any, _json_schema(type(None))]
+JsonSchemaOrText = Annotated[Any, _json_schema(type(None), str)]
 
 
 class JsonSchemaFormat(WireModel):
-    json_schema: Annotated[JsonSchema, Field(alias="schema")]
+    json_schema: Annotated[Any, _json_schema(), Field(alias="schema")]
     name: str | None = None
     description: str | None = None
     strict: bool | None = None
@@ -31,12 +46,12 @@ class JsonSchemaFormat(WireModel):
 class ResponseFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
-    object_schema: Annotated[JsonSchema | None, Field(alias="schema")] = None
+    object_schema: Annotated[JsonSchema, Field(alias="schema")] = None
     """llama-server has it beside the type json_object."""
 
 
 class StructuredOutputs(WireModel):
-    json_schema: Annotated[JsonSchema | str | None, Field(alias="json")] = None
+    json_schema: Annotated[JsonSchemaOrText, Field(alias="json")] = None
     json_object: bool | None = None
     regex: GrammarText | None = None
     choice: Choices | None = None
@@ -123,7 +138,7 @@ def _refuse_beside(condition: bool, param: str) -> None:
 
 def _grammars(
     prefix: str,
-    schema: JsonSchema | str | None,
+    schema: Any,
     regex: str | None,
     choice: list[str] | None,
     grammar: str | None,
@@ -141,7 +156,7 @@ def _grammars(
     return grammars
 
 
-def _parsed(schema: JsonSchema | str, param: str) -> Any:
+def _parsed(schema: Any, param: str) -> Any:
     """A schema; clients may send it as a string."""
     if not isinstance(schema, str):
         return schema
