@@ -116,7 +116,7 @@ class GrammarBench:
         )
 
     def batch_row(self, batch: int, num_blocks: int) -> str:
-        shares = {"free": 0, "half": max(batch // 2, 1), "all": batch}
+        shares = {"free": 0, "half": batch // 2, "all": batch}
         times: dict[str, list[float]] = {name: [] for name in shares}
         for block in range(num_blocks + 1):
             for name, num_constrained in shares.items():

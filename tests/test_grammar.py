@@ -21,7 +21,7 @@ from mlxserve.text import grammar as grammar_module
 from mlxserve.text import grammar_text, json_schema
 from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
-from mlxserve.text.token_constraint import GrammarConstraint, compute_masks
+from mlxserve.text.token_constraint import MIN_PARALLEL_ROWS, GrammarConstraint, compute_masks
 from mlxserve.text.tokenizer import Tokenizer
 
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
@@ -240,7 +240,9 @@ def test_the_largest_schemas_that_are_allowed() -> None:
     thread.start()
     thread.join()
     assert [constraint.num_accepted(encode("{")) for constraint in constraints] == [0, 0, 1, 0]
-    # Several at once, so on other threads.
+    # So many at once that other threads compute them, whose stacks are smaller.
+    constraints += map(compiler().compile, grammars)
+    assert len(constraints) >= MIN_PARALLEL_ROWS
     masks = compute_masks([ConstrainedRow(i, each, ()) for i, each in enumerate(constraints)], len(constraints))
     assert not masks.failures
 
@@ -403,12 +405,14 @@ def test_a_token_that_is_not_allowed_fails_that_row_for_good() -> None:
 
 
 def test_rows_together_have_the_masks_they_have_alone() -> None:
-    patterns = ["a+", "the (cat|dog)", "[a-z]{3}", "\\d+", "x?y?z?"]
-    together = [ConstrainedRow(2 * index, compile_regex(pattern), ()) for index, pattern in enumerate(patterns)]
-    masks = compute_masks(together, 10)
-    for index, pattern in enumerate(patterns):
-        assert token_ids(masks.row(2 * index).bits) == allowed(compile_regex(pattern))
-        assert set(masks.row(2 * index + 1).bits) == {0xFF}
+    patterns = ["a+", "the (cat|dog)", "[a-z]{3}", "\\d+", "x?y?z?"] * 2
+    for num_together in (3, len(patterns)):
+        some = patterns[:num_together]
+        rows = [ConstrainedRow(2 * index, compile_regex(pattern), ()) for index, pattern in enumerate(some)]
+        masks = compute_masks(rows, 2 * num_together)
+        for index, pattern in enumerate(some):
+            assert token_ids(masks.row(2 * index).bits) == allowed(compile_regex(pattern))
+            assert set(masks.row(2 * index + 1).bits) == {0xFF}
 
 
 def test_masks_after_drafts_are_those_that_the_tokens_would_lead_to() -> None:

@@ -10,6 +10,8 @@ from llguidance import LLExecutor, LLMatcher
 from mlxserve.core.constraint import ConstrainedRow, TokenMasks
 
 MAX_FAILURE_LENGTH = 300
+MIN_PARALLEL_ROWS = 8
+"""A mask takes some 10 us; the way to other threads and back 0.1 ms, and a few ms where all cores are busy."""
 
 
 class Unwritable(Exception):
@@ -77,11 +79,10 @@ def compute_masks(rows: Sequence[ConstrainedRow], num_rows: int) -> TokenMasks:
             drafted.append((constraint.matcher, row.index, list(row.draft_token_ids)))
         else:
             plain.append((constraint.matcher, row.index))
-    if len(plain) == 1:
-        # Without the way to other threads and back, which takes longer than most masks.
-        matcher, index = plain[0]
-        matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, num_bytes)
-    elif plain:
+    if len(plain) < MIN_PARALLEL_ROWS:
+        for matcher, index in plain:
+            matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, num_bytes)
+    else:
         _executor().unsafe_compute_mask_ptr(plain, bits.ctypes.data, num_bytes, num_rows)
     if drafted:
         _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, bits.ctypes.data, num_bytes, num_rows)
