@@ -17,6 +17,7 @@ import tiny_tokenizers
 from helpers_scheduler import BLOCK_SIZE, next_state
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import Grammar
 from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TextPrompt
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
@@ -136,7 +137,7 @@ class FakeRunner:
         self.steps: list[ScheduledStep] = []
         self._states: dict[tuple[int, int], int] = {}
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def run(self, step: ScheduledStep, masks: object = None) -> StepResult:
         self.steps.append(step)
         self.before_step(step)
         for copy in step.copies:
@@ -266,10 +267,11 @@ def make_generation_request(
     max_tokens: int | None = 8,
     stop: tuple[str, ...] = (),
     timeout: float | None = None,
+    grammar: Grammar | None = None,
     **sampling: Any,
 ) -> GenerationRequest:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, **sampling)
-    return GenerationRequest(request_id, TextPrompt(prompt), params, stop, timeout)
+    return GenerationRequest(request_id, TextPrompt(prompt), params, stop, timeout, grammar=grammar)
 
 
 @asynccontextmanager

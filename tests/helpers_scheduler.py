@@ -120,10 +120,10 @@ class FakeRunner:
         self._states[request.request_id] = []
         self.salts[request.request_id] = request.cache_salt
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def run(self, step: ScheduledStep, masks: object = None) -> StepResult:
         return self.finish(self.start(step, None))
 
-    def start(self, step: ScheduledStep, after: Started | None) -> Started:
+    def start(self, step: ScheduledStep, after: Started | None, masks: object = None) -> Started:
         assert self._unfinished == ([] if after is None else [after]), "a step other than the one before is under way"
         started = Started(step, self._result(step, after))
         self._unfinished.append(started)

@@ -157,7 +157,7 @@ BAD_CHAT = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
     ({"echo": True}, "echo", "unsupported_parameter"),
     ({"keep_alive": -1}, "keep_alive", "unsupported_parameter"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     ({"tool_choice": "required"}, "tool_choice", "unsupported_parameter"),
     ({"functions": [{"name": "f"}]}, "functions", "unsupported_parameter"),

@@ -26,11 +26,13 @@ from mlxserve.api.openai.schema import (
     ToolCall,
     WireModel,
 )
+from mlxserve.api.openai.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
 from mlxserve.cli import repl
 from mlxserve.cli.app import app
 from mlxserve.config import EngineConfig, ServerConfig
 from mlxserve.core.generation import Timings, Usage
 from mlxserve.core.stats import EngineStats
+from mlxserve.text import json_schema
 
 ROOT = Path(__file__).parent.parent
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
@@ -66,13 +68,14 @@ def by_name(rows: list[Row]) -> dict[str, Row]:
     return named
 
 
-def below(prefix: str) -> dict[str, Row]:
-    rows = by_name(table(API, "### Inside messages and stream_options"))
+def below(prefix: str, heading: str = "### Inside messages and stream_options") -> dict[str, Row]:
+    rows = by_name(table(API, heading))
     return {
         name.removeprefix(prefix): row for name, row in rows.items() if re.fullmatch(re.escape(prefix) + r"\w+", name)
     }
 
 
+STRUCTURED = "### Structured output"
 DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     CompletionFields: by_name(table(API, "### Both kinds of completions")),
     ChatCompletionRequest: by_name(table(API, "### Chat completions")),
@@ -82,8 +85,16 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     ToolCall: below("messages[].tool_calls[]."),
     FunctionCall: below("messages[].tool_calls[].function."),
     StreamOptions: below("stream_options."),
+    ResponseFormat: below("response_format.", STRUCTURED),
+    JsonSchemaFormat: below("response_format.json_schema.", STRUCTURED),
+    StructuredOutputs: below("structured_outputs.", STRUCTURED),
 }
 ROWS = [(model, name, row) for model, rows in DOCUMENTED.items() for name, row in rows.items()]
+
+
+def fields(model: type[WireModel]) -> set[str]:
+    """Names as they stand on the wire."""
+    return {field.alias or name for name, field in model.model_fields.items()}
 
 
 def subclasses(model: type[WireModel]) -> Iterator[type[WireModel]]:
@@ -131,8 +142,16 @@ def test_every_model_has_its_table() -> None:
 
 @pytest.mark.parametrize("model", DOCUMENTED)
 def test_tables_have_exactly_the_fields_of_the_schema(model: type[WireModel]) -> None:
-    inherited = CompletionFields.model_fields if model is not CompletionFields else {}
-    assert set(DOCUMENTED[model]) == set(model.model_fields) - set(inherited)
+    inherited = fields(CompletionFields) if model in CompletionFields.__subclasses__() else set()
+    assert set(DOCUMENTED[model]) == fields(model) - inherited
+
+
+def test_schema_keywords_are_the_documented_ones() -> None:
+    _, _, text = API.partition("**JSON schemas.**")
+    enforced, _, rest = text.partition("Without effect")
+    words = set(code(enforced))
+    assert words == json_schema.KEYWORDS | json_schema.FORMATS
+    assert set(code(rest.partition("Any other keyword")[0])) == json_schema.ANNOTATIONS | {"$id"}
 
 
 @pytest.mark.parametrize(("model", "name", "row"), ROWS)

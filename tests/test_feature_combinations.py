@@ -223,10 +223,10 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
     num_starts_ahead = 0
     stock_start = ModelRunner.start
 
-    def start(self: ModelRunner, step: object, after: StartedStep | None) -> StartedStep:
+    def start(self: ModelRunner, step: object, after: StartedStep | None, masks: object = None) -> StartedStep:
         nonlocal num_starts_ahead
         num_starts_ahead += after is not None
-        return stock_start(self, step, after)  # type: ignore[arg-type]
+        return stock_start(self, step, after, masks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelRunner, "start", start)
     num_tokens = num_compared = num_hits = num_preemptions = 0

@@ -15,6 +15,7 @@ from helpers_scheduler import BLOCK_SIZE, Driver, FakeRunner, Started, expected_
 from tiny_models import CPU_KERNELS
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import MaskSource
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import DecodeRow, SampledToken, ScheduledStep, StepResult
@@ -262,7 +263,7 @@ class FailingRunner(FakeRunner):
         self._num_calls = 0
         self.failed_in: Counter[str] = Counter()
 
-    def start(self, step: ScheduledStep, after: Started | None) -> Started:
+    def start(self, step: ScheduledStep, after: Started | None, masks: object = None) -> Started:
         self._count("start" if after is None else "start ahead")
         return super().start(step, after)
 
@@ -361,9 +362,11 @@ def num_starts_ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
     counts: Counter[int] = Counter()
     stock = ModelRunner.start
 
-    def start(self: ModelRunner, step: ScheduledStep, after: StartedStep | None) -> StartedStep:
+    def start(
+        self: ModelRunner, step: ScheduledStep, after: StartedStep | None, masks: MaskSource | None = None
+    ) -> StartedStep:
         counts[id(self)] += after is not None
-        return stock(self, step, after)
+        return stock(self, step, after, masks)
 
     monkeypatch.setattr(ModelRunner, "start", start)
     return counts
@@ -537,7 +540,7 @@ def test_nothing_of_a_step_is_evaluated_before_the_one_before_ended(
     under_way: list[StartedStep] = []
     stock = Sampler.sample
 
-    def sample(self: Sampler, logits: mx.array, rows: Sequence[DecodeRow]) -> SampleOutput:
+    def sample(self: Sampler, logits: mx.array, rows: Sequence[DecodeRow], masks: object = None) -> SampleOutput:
         assert all(started.ended is not None for started in under_way)
         return stock(self, logits, rows)
 

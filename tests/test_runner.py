@@ -14,6 +14,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from tiny_models import CPU_KERNELS, STOCK_KERNELS, decode_row
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import MaskSource
 from mlxserve.core.step import BlockCopy, DecodeRow, PrefillChunk, ScheduledStep, StepResult
 from mlxserve.engine.build import build_engine
 from mlxserve.errors import EngineError
@@ -203,8 +204,8 @@ def test_steps_are_plain_data_and_can_be_replayed(llama: Any, monkeypatch: pytes
     record: list[tuple[bytes, StepResult]] = []
     run = ModelRunner.run
 
-    def recording(self: ModelRunner, step: ScheduledStep) -> StepResult:
-        result = run(self, step)
+    def recording(self: ModelRunner, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
+        result = run(self, step, masks)
         record.append((pickle.dumps(step), result))
         return result
 

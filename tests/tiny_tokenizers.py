@@ -27,6 +27,16 @@ def byte_level() -> PreTrainedTokenizerFast:
     return _finish(tokenizer)
 
 
+def single_bytes() -> PreTrainedTokenizerFast:
+    """Every byte a token, and no other text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({token: token_id for token_id, token in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("</s>", normalized=False)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>")
+
+
 def sentencepiece(*, strip: bool = True) -> PreTrainedTokenizerFast:
     """Llama 2's kind (strip), or Gemma's: U+2581 for a space, <0xE2> for bytes of rare characters."""
     spaces = normalizers.Replace(" ", "\u2581")

@@ -117,6 +117,7 @@ class LocalBackend:
             prompt=ChatPrompt(messages=tuple(messages)),
             sampling=SamplingParams(**{**served.default_sampling, **parameters.sampling()}),
             stop=parameters.stop,
+            grammar=parameters.grammar,
         )
         generation = await served.generate(request)
         try:

@@ -1,11 +1,15 @@
 """Sampling parameters as a user types them: `--top-k 40`, `/set parameter top_k 40`."""
 
 import dataclasses
+import json
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from mlxserve.core.constraint import JSON_OBJECT, Grammar
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import InvalidParameter
+from mlxserve.text import json_schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +34,51 @@ class ChatParameters:
     frequency_penalty: float | None = None
     stop: tuple[str, ...] = ()
     """Texts that end the answer."""
+    schema: dict[str, Any] | bool | None = None
+    """The JSON schema of the answer; None for any text."""
 
     def __post_init__(self) -> None:
         SamplingParams(**self.sampling())
 
     def sampling(self) -> dict[str, Any]:
         """The fields of SamplingParams that were given."""
-        values = dataclasses.asdict(self)
-        del values["stop"]
+        values = {name: getattr(self, name) for name in NUMBERS}
         return {name: value for name, value in values.items() if value is not None}
 
     def given(self) -> dict[str, Any]:
-        """All that was given, `stop` included, by name."""
-        return self.sampling() | ({"stop": list(self.stop)} if self.stop else {})
+        """All that was given, by its name in the body of a request."""
+        given = self.sampling()
+        if self.stop:
+            given["stop"] = list(self.stop)
+        if self.schema is not None:
+            given["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.schema}}
+        return given
+
+    @property
+    def grammar(self) -> Grammar | None:
+        """What the answer must be."""
+        return None if self.schema is None else Grammar("json_schema", self.schema, "format")
+
+    def with_format(self, text: str) -> "ChatParameters":
+        """A copy whose answers are JSON: `json` for any object, else the name of a file with a schema.
+
+        Raises:
+            InvalidParameter: the file cannot be read, or has no schema that can be enforced.
+        """
+        if text == "json":
+            return dataclasses.replace(self, schema=JSON_OBJECT)
+        try:
+            schema = json.loads(Path(text).read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise InvalidParameter(
+                f"the format is 'json' or a file with a JSON schema, and {text} cannot be read as one: {error}",
+                param="format",
+            ) from error
+        try:
+            json_schema.check(schema)
+        except json_schema.UnsupportedSchema as error:
+            raise InvalidParameter(f"the schema in {text} cannot be used: {error}", param="format") from error
+        return dataclasses.replace(self, schema=schema)
 
     def with_value(self, name: str, values: list[str]) -> "ChatParameters":
         """A copy with one parameter set from words the user typed.

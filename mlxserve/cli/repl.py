@@ -1,6 +1,7 @@
 """The conversation of `mlxserve run` in a terminal."""
 
 import asyncio
+import dataclasses
 import json
 import shlex
 from typing import Protocol
@@ -29,6 +30,8 @@ Available commands:
   /set parameter <name> <value>   temperature, top_p, top_k, min_p, typical_p, seed, stop, max_tokens, min_tokens,
                                   repetition_penalty, repeat_last_n, presence_penalty, frequency_penalty
   /set system <text>              Set the system message
+  /set format json | <file>       Answer in JSON, or by the file's JSON schema
+  /set noformat                   Answer in any form
   /set verbose | quiet            Print statistics after each answer, or not
   /set history | nohistory        Write lines to the history file, or not"""
 
@@ -151,13 +154,18 @@ class Repl:
         elif what == "system" and value:
             self._system = _unquote(value)
             print("Set the system message.")
+        elif what == "format" and value:
+            self._set_format(value)
+        elif rest == "noformat":
+            self._parameters = dataclasses.replace(self._parameters, schema=None)
+            print("Answers have any form.")
         elif rest in ("verbose", "quiet"):
             self._verbose = rest == "verbose"
             print(f"Statistics are {'on' if self._verbose else 'off'}.")
         elif rest in ("history", "nohistory"):
             self._reader.keep_history(rest == "history")
             print(f"History is {'on' if rest == 'history' else 'off'}.")
-        elif rest in ("", "system"):
+        elif rest in ("", "system", "format"):
             print(SET_HELP)
         else:
             self._unknown(f"/set {what}")
@@ -174,6 +182,14 @@ class Repl:
             notice(f"Error: {error}")
         else:
             print(f"Set parameter {name} to {', '.join(values)}.")
+
+    def _set_format(self, text: str) -> None:
+        try:
+            self._parameters = self._parameters.with_format(text)
+        except MlxserveError as error:
+            notice(f"Error: {error}")
+        else:
+            print("Answers are JSON." if text == "json" else f"Answers are JSON by the schema in {text}.")
 
     def _show(self, what: str) -> None:
         facts = self._backend.facts()

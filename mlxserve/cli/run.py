@@ -29,14 +29,17 @@ def run(
     min_p: Annotated[float | None, typer.Option(metavar="X", help="Tokens above this part of the likeliest.")] = None,
     seed: Annotated[int | None, typer.Option(metavar="N", help="Same seed and prompt: same answer.")] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer, in tokens.")] = None,
+    format: Annotated[
+        str | None, typer.Option(metavar="json|FILE", help="Answer in JSON, or by FILE's JSON schema.")
+    ] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="N", help="Context length, in tokens.")] = None,
     threads: Threads = None,
     host: Host = None,
     port: Port = None,
     local: Annotated[bool, typer.Option("--local", help="Never use a running server.")] = False,
 ) -> None:
-    """Answer PROMPT, with piped input before it, or start a conversation. An empty PROMPT only loads MODEL: an alias, a
-    hub repository, a folder or a .gguf file.
+    """Answer PROMPT, with piped input before it, or start a conversation. An empty PROMPT only loads MODEL: alias,
+    hub repository, folder or .gguf file.
 
     Example: git diff | mlxserve run qwen3-4b 'Write a commit message'
     """
@@ -48,6 +51,8 @@ def run(
     parameters = ChatParameters(
         temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
     )
+    if format is not None:
+        parameters = parameters.with_format(format)
     work = _run(
         model,
         _prompt(prompt),

@@ -6,6 +6,7 @@ A dialect turns its wire format into a GenerationRequest and the events of its G
 from dataclasses import dataclass, field
 from typing import Any
 
+from mlxserve.core.constraint import Grammar
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken
@@ -48,6 +49,8 @@ class GenerationRequest:
     """Seconds from arrival to the final event."""
     priority: int = 0
     cache_salt: str | None = None
+    grammar: Grammar | None = None
+    """What the answer must be."""
 
 
 @dataclass(frozen=True, slots=True)

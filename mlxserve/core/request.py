@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from mlxserve.core.constraint import TokenConstraint
     from mlxserve.core.step import TokenLogprobs
 
 
@@ -51,6 +52,8 @@ class Request:
     """Lower runs first among the waiting."""
     cache_salt: str | None = None
     """Requests share cached prefix blocks only with requests of the same salt."""
+    constraint: "TokenConstraint | None" = None
+    """What its answer must be; it is this request's own."""
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)

@@ -14,7 +14,8 @@ second-to-last token may stand in the same step as that sequence's decode row.
 Both objects are plain and picklable: a step can be logged, replayed, or sent to other ranks.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
@@ -56,6 +57,8 @@ class DecodeRow:
     the token at `start` they hold the `output_index` generated ones, last, if there is a penalty on these."""
     banned_token_ids: tuple[int, ...] = ()
     """Tokens that must not be chosen here: those that would end an answer before its min_tokens."""
+    is_constrained: bool = False
+    """Its token must be one that the request's constraint allows: the runner asks for the mask (core/constraint.py)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +116,8 @@ class StepResult:
     chunks, and prefill_time is the time of all."""
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """For each chunk that has scored_ids, in order: one for each of these."""
+    failures: Mapping[int, str] = field(default_factory=dict)
+    """Decode rows, by index, whose constraint left no token, with the reason; their tokens mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +132,5 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With the first token, where they are asked for: of all tokens of the prompt but its first one."""
+    error: str | None = None
+    """With FinishReason.ERROR: what went wrong, where it was this request alone."""

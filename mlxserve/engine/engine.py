@@ -2,13 +2,15 @@
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
+from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.stats import EngineStats
 from mlxserve.core.step import RequestOutput, ScheduledStep, StepResult
 from mlxserve.scheduler.scheduler import Scheduler
+from mlxserve.text.token_constraint import compute_masks
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +20,9 @@ T = TypeVar("T")
 class Runner(Protocol):
     """What the engine needs of a model: compute a step. The block cache behind it belongs to the runner."""
 
-    def run(self, step: ScheduledStep) -> StepResult: ...
+    def run(self, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
+        """`masks` is called while the logits of constrained rows are computed, and needed if there are any."""
+        ...
 
     def reset(self) -> None:
         """Forget every sequence and every block's contents; weights stay."""
@@ -28,7 +32,7 @@ class Runner(Protocol):
 class AheadRunner(Runner, Protocol):
     """A runner that can be given a step before it is asked for the result of the one before."""
 
-    def start(self, step: ScheduledStep, after: Any) -> Any:
+    def start(self, step: ScheduledStep, after: Any, masks: MaskSource) -> Any:
         """Give a step to the device; `after` is what start() returned for the step before it, None if there is none."""
         ...
 
@@ -91,7 +95,7 @@ class Engine:
         step = self._scheduler.schedule(time.monotonic())
         if step is None:
             return self._scheduler.take_finished()
-        result = _computed(self._runner.run, step)
+        result = _computed(self._runner.run, step, self._masks)
         self._num_failures_in_a_row = 0
         return self._scheduler.update(step, result, time.monotonic())
 
@@ -105,16 +109,19 @@ class Engine:
             step = self._scheduler.schedule(time.monotonic())
             if step is None:
                 return self._scheduler.take_finished()
-            started = _computed(runner.start, step, None)
+            started = _computed(runner.start, step, None, self._masks)
         else:
             step, started = self._in_flight
             self._in_flight = None
         ahead = self._scheduler.schedule_ahead(step, time.monotonic())
         if ahead is not None:
-            self._in_flight = ahead, _computed(runner.start, ahead, started)
+            self._in_flight = ahead, _computed(runner.start, ahead, started, self._masks)
         result = _computed(runner.finish, started)
         self._num_failures_in_a_row = 0
         return self._scheduler.update(step, result, time.monotonic())
+
+    def _masks(self, step: ScheduledStep, pending: Mapping[str, int]) -> TokenMasks:
+        return compute_masks(self._scheduler.constrained_rows(step, pending), len(step.decode))
 
     def rebuild(self, *, keep_requests: bool) -> list[RequestOutput]:
         """Start over with an empty cache, on the same weights.

@@ -5,11 +5,12 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import TokenConstraint
 from mlxserve.core.generation import (
     ChatPrompt,
     Finished,
@@ -38,6 +39,7 @@ from mlxserve.errors import (
 )
 from mlxserve.text.chat_template import encode_prompt
 from mlxserve.text.detokenizer import IncrementalDetokenizer
+from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.stop_strings import StopStringMatcher
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -76,6 +78,7 @@ class ServedModel:
     ) -> None:
         self.description = description
         self.tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer)
         self._thread = thread
         self._handle = handle
         self._config = config
@@ -112,11 +115,11 @@ class ServedModel:
         return self._handle.engine.stats()
 
     async def generate(self, request: GenerationRequest) -> "Generation":
-        """Template, tokenise and queue a request.
+        """Template, tokenise, compile the grammar of, and queue a request.
 
         Raises:
-            InvalidParameter: the prompt cannot be rendered or tokenised, a token id is unknown, or a request of this id
-                is in flight.
+            InvalidParameter: the prompt cannot be rendered or tokenised, a token id is unknown, the grammar cannot be
+                enforced, or a request of this id is in flight.
             ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: too many requests are waiting already.
             EngineDead: the engine computes nothing any more, or the server is stopping.
@@ -148,9 +151,7 @@ class ServedModel:
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
         self._handle.num_arriving += num_samples
         try:
-            prompt_ids = await loop.run_in_executor(
-                self._executor, encode_prompt, self.tokenizer, request.prompt, self.context_length
-            )
+            prompt_ids, constraints = await loop.run_in_executor(self._executor, self._read, request, num_samples)
         finally:
             self._handle.num_arriving -= num_samples
         self._check_alive()
@@ -172,7 +173,8 @@ class ServedModel:
         timeline.tokenised = time.monotonic()
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
         return [
-            self._submit(request, request_id, prompt_ids, index, seed, timeline) for index, request_id in enumerate(ids)
+            self._submit(request, request_id, prompt_ids, index, seed, timeline, constraint)
+            for index, (request_id, constraint) in enumerate(zip(ids, constraints, strict=True))
         ]
 
     def _submit(
@@ -183,6 +185,7 @@ class ServedModel:
         index: int,
         seed: int,
         timeline: Timeline,
+        constraint: TokenConstraint | None,
     ) -> "Generation":
         """Queue sample `index` of a request under an id of its own."""
         sampling = request.sampling
@@ -201,6 +204,7 @@ class ServedModel:
             deadline=None if timeout is None else timeline.received + timeout,
             priority=request.priority,
             cache_salt=request.cache_salt,
+            constraint=constraint,
         )
         generation = Generation(
             engine_request,
@@ -215,6 +219,21 @@ class ServedModel:
         self._idle.clear()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
+
+    def _read(self, request: GenerationRequest, num_samples: int) -> tuple[list[int], Sequence[TokenConstraint | None]]:
+        """The prompt's token ids, and what each answer must be. On a worker thread."""
+        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length)
+        grammar = request.grammar
+        if grammar is None:
+            return prompt_ids, [None] * num_samples
+        for param in ("ignore_eos", "min_tokens"):
+            if getattr(request.sampling, param):
+                raise InvalidParameter(
+                    f"'{param}' goes on past the end that '{grammar.param}' gives the answer; send one of them",
+                    param=param,
+                )
+        constraint = self._grammars.compile(grammar)
+        return prompt_ids, [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
@@ -390,7 +409,7 @@ class Generation:
                 reason = FinishReason.STOP
             if reason is not None:
                 self._emit(text, tokens)
-                self._finish(reason)
+                self._finish(reason, output.error)
                 return
         self._emit(text, tokens)
 
@@ -404,7 +423,7 @@ class Generation:
                 self._timeline.first_delivery = time.monotonic()
             self._ready.append(TextDelta("".join(text), tuple(tokens)))
 
-    def _finish(self, reason: FinishReason) -> None:
+    def _finish(self, reason: FinishReason, error: str | None) -> None:
         match reason:
             case FinishReason.STOP | FinishReason.LENGTH:
                 self._end(reason.value, reason)
@@ -413,7 +432,7 @@ class Generation:
             case FinishReason.CANCELLED:
                 self._end(reason.value, RequestCancelled("the request was cancelled"))
             case FinishReason.ERROR:
-                self._end(reason.value, EngineError("the engine failed while computing this request"))
+                self._end(reason.value, EngineError(error or "the engine failed while computing this request"))
 
     def _end(self, outcome: str, last: FinishReason | MlxserveError) -> None:
         self._ended = True

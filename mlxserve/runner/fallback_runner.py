@@ -11,6 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.step import PrefillChunk, SampledToken, ScheduledStep, StepResult, TokenLogprobs
 from mlxserve.errors import EngineError
 from mlxserve.runner.sampler import Sampler
@@ -33,16 +34,23 @@ class FallbackRunner:
         self._sampler = Sampler()
         self._caches: dict[str, list[Any]] = {}
 
-    def run(self, step: ScheduledStep) -> StepResult:
+    def run(self, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
         started = time.perf_counter()
         for request_id in step.released:
             self._caches.pop(request_id, None)
         scores = [self._prefill(chunk) for chunk in step.prefill]
         prefilled = time.perf_counter()
         tokens: list[SampledToken] = []
-        for row in step.decode:
+        token_masks: TokenMasks | None = None
+        for index, row in enumerate(step.decode):
             logits = self._model(mx.array([[row.token_id]]), cache=self._cache_of(row.request_id, row.start))[:, -1]
-            sampled = self._sampler.sample(logits, [row])
+            if row.is_constrained and token_masks is None:
+                if masks is None:
+                    raise EngineError("a step with constrained rows needs their masks")
+                mx.async_eval(logits)  # type: ignore[no-untyped-call]
+                token_masks = masks(step, {})
+            row_mask = token_masks.row(index) if row.is_constrained and token_masks is not None else None
+            sampled = self._sampler.sample(logits, [row], masks=row_mask)
             mx.eval(sampled.arrays())
             tokens += sampled.collect()
         return StepResult(
@@ -51,6 +59,7 @@ class FallbackRunner:
             prefill_time=prefilled - started,
             decode_time=time.perf_counter() - prefilled,
             scores=tuple(each for chunk, each in zip(step.prefill, scores, strict=True) if chunk.scored_ids),
+            failures={} if token_masks is None else token_masks.failures,
         )
 
     def reset(self) -> None:

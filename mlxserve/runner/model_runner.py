@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult, TokenLogprobs
 from mlxserve.errors import EngineError
 from mlxserve.runner.paged_model import PagedModel, Piece, Row
@@ -23,6 +24,8 @@ class StartedStep:
     step: ScheduledStep
     sampled: SampleOutput | None
     """Tokens of its decode rows; None if it has none."""
+    masks: TokenMasks | None
+    """Of its decode rows; None if none is constrained."""
     begin: float
     prefilled: float | None
     """time.perf_counter() when its first and its decode work could begin; None: they were one pass."""
@@ -49,11 +52,11 @@ class ModelRunner:
         self._sampler = Sampler()
         self._num_steps = 0
 
-    def run(self, step: ScheduledStep) -> StepResult:
-        return self.finish(self.start(step, None))
+    def run(self, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
+        return self.finish(self.start(step, None, masks))
 
-    def start(self, step: ScheduledStep, after: StartedStep | None) -> StartedStep:
-        """Do all of a step but wait for its decode rows.
+    def start(self, step: ScheduledStep, after: StartedStep | None, masks: MaskSource | None = None) -> StartedStep:
+        """Do all of a step but wait for its decode rows. `masks` is needed for a step with constrained rows.
 
         With `after`, the step before, which may be under way: the graph of this one is built meanwhile, and given to
         the device when that one has ended. Not earlier: writing to a pool that a step under way still reads copies it.
@@ -80,24 +83,28 @@ class ModelRunner:
         if after is not None:
             begin = prefilled = after.wait()
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
-        sampled = None
-        if logits is not None:
-            sampled = self._sampler.sample(logits, step.decode, token_ids)
+        token_masks = None
+        if logits is not None and any(row.is_constrained for row in step.decode):
+            # Masks need the token of the step before, and nothing of this one: they are computed beside its logits.
+            mx.async_eval(logits, storage.arrays())  # type: ignore[no-untyped-call]
+            token_masks = _masks(step, after, masks)
+        sampled = None if logits is None else self._sampler.sample(logits, step.decode, token_ids, token_masks)
         if sampled is not None:
             mx.async_eval(sampled.arrays(), storage.arrays())  # type: ignore[no-untyped-call]
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_CLEARS == 0:
             mx.clear_cache()
-        return StartedStep(step, sampled, begin, prefilled, scores)
+        return StartedStep(step, sampled, token_masks, begin, prefilled, scores)
 
     def finish(self, started: StartedStep) -> StepResult:
         """Wait for a step's tokens."""
         end = started.wait()
         tokens = () if started.sampled is None else started.sampled.collect()
+        failures = {} if started.masks is None else started.masks.failures
         step_id, begin, prefilled = started.step.step_id, started.begin, started.prefilled
         if prefilled is None:
-            return StepResult(step_id, tokens, end - begin, None, started.scores)
-        return StepResult(step_id, tokens, prefilled - begin, end - prefilled, started.scores)
+            return StepResult(step_id, tokens, end - begin, None, started.scores, failures)
+        return StepResult(step_id, tokens, prefilled - begin, end - prefilled, started.scores, failures)
 
     def reset(self) -> None:
         self._model.storage.clear()
@@ -120,6 +127,15 @@ class ModelRunner:
             mx.eval(hidden, self._model.storage.arrays())
             scores += score(chunk, piece[1] - chunk.start, hidden, self._model.head)
         return tuple(scores)
+
+
+def _masks(step: ScheduledStep, after: StartedStep | None, masks: MaskSource | None) -> TokenMasks:
+    if masks is None:
+        raise EngineError("a step with constrained rows needs their masks")
+    if after is None or after.sampled is None:
+        return masks(step, {})
+    token_ids = (token.token_id for token in after.sampled.collect())
+    return masks(step, dict(zip((row.request_id for row in after.step.decode), token_ids, strict=True)))
 
 
 def _known(row: DecodeRow) -> Row:

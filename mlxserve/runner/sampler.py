@@ -15,6 +15,9 @@ other tokens at minus infinity, for which it sorts the vocabulary. Rows that wan
 Tokens are ranked by logit, larger first, and among equal logits by token id, smaller first. Every cut keeps a prefix of
 this ranking, so what is kept does not depend on how a partition orders equals, and top_k 1 is the greedy token.
 
+Masks come first: a token that a row's constraint does not allow is as if the model gave it no probability. Reported
+log-probabilities stay those of the model's own distribution.
+
 A token is drawn by inverse CDF from one uniform number, a function of (seed, output_index) alone. No row's arithmetic
 involves another row, so a seeded request gets the same tokens alone or in any batch.
 """
@@ -25,10 +28,12 @@ from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 
+from mlxserve.core.constraint import TokenMasks
 from mlxserve.core.step import DecodeRow, SampledToken
 from mlxserve.runner.adjustment import adjust, needs_adjusting
 from mlxserve.runner.logprobs import LogprobArrays, logprob_arrays
 from mlxserve.runner.ranking import cumsum, most_likely
+from mlxserve.runner.token_mask import apply_masks
 
 NUM_CANDIDATES = 1024
 CANDIDATE_GROWTH = 8
@@ -75,22 +80,30 @@ class Sampler:
     def __init__(self, num_candidates: int = NUM_CANDIDATES) -> None:
         self.num_candidates = num_candidates
 
-    def sample(self, logits: mx.array, rows: Sequence[DecodeRow], token_ids: mx.array | None = None) -> SampleOutput:
+    def sample(
+        self,
+        logits: mx.array,
+        rows: Sequence[DecodeRow],
+        token_ids: mx.array | None = None,
+        masks: TokenMasks | None = None,
+    ) -> SampleOutput:
         """Choose one token for each row of `logits`, (B, V) of any float type, B >= 1; row i belongs to rows[i].
 
         `token_ids`, (B,): the tokens at the rows' positions, where rows do not know them (DecodeRow.token_id is None).
+        `masks` are there if some row is constrained.
 
         Nothing is evaluated, with one exception: a batch with an open row (top_p without top_k) evaluates whether its
         candidates reach top_p, and with it the logits.
         """
         vocab_size = logits.shape[-1]
+        allowed = logits if masks is None else apply_masks(logits, rows, masks)
         by_kind: dict[_Kind, list[int]] = {}
         for index, row in enumerate(rows):
             by_kind.setdefault(self._kind(row, vocab_size), []).append(index)
         order: list[int] = []
         chosen: list[mx.array] = []
         for kind, indices in by_kind.items():
-            kind_logits = _take_rows(logits, indices)
+            kind_logits = _take_rows(allowed, indices)
             kind_rows = [rows[index] for index in indices]
             if kind.is_adjusted:
                 last_ids = None if token_ids is None else _take_rows(token_ids, indices)

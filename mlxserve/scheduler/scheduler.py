@@ -1,8 +1,9 @@
 """Chooses what every step computes. A request wants its uncomputed tokens; there are no phases beyond that."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import ConstrainedRow
 from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.stats import EngineStats
 from mlxserve.core.step import (
@@ -154,6 +155,20 @@ class Scheduler:
         decode = [self._decode_row(request, None, request.num_tokens) for request in rows]
         return self._launch(Flight(chunks=[], rows=rows), (), (), decode)
 
+    def constrained_rows(self, step: ScheduledStep, pending: Mapping[str, int]) -> list[ConstrainedRow]:
+        """The rows of a step given out whose requests have a constraint, in order.
+
+        `pending`: tokens by request id of the step before, whose result update() has not been given yet.
+        """
+        rows = []
+        for index, request in enumerate(self._flights[step.step_id].rows):
+            if request.constraint is not None:
+                token_ids = request.token_ids[request.num_prompt_tokens + request.constraint.num_tokens :]
+                if request.request_id in pending:
+                    token_ids.append(pending[request.request_id])
+                rows.append(ConstrainedRow(index, request.constraint, token_ids))
+        return rows
+
     def update(self, step: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
         """Take a step's result: outputs of every request that got a token or ended.
 
@@ -178,9 +193,14 @@ class Scheduler:
                 request.num_computed_tokens = end
                 self._kv.publish(request)
         outputs = self.take_finished()
-        for request, token in zip(flight.rows, result.tokens, strict=True):
+        for index, (request, token) in enumerate(zip(flight.rows, result.tokens, strict=True)):
             if request.status is RequestStatus.RUNNING:
-                outputs.append(self._append_token(request, token, now))
+                if index in result.failures:
+                    self._finish(request, FinishReason.ERROR)
+                    error = f"the answer cannot go on within its grammar: {result.failures[index]}"
+                    outputs.append(self._output(request, None, error))
+                else:
+                    outputs.append(self._append_token(request, token, now))
         return outputs
 
     def take_over(self, failed: "Scheduler") -> list[RequestOutput]:
@@ -353,6 +373,7 @@ class Scheduler:
             output_index=output_index,
             history=request.penalty_history(start),
             banned_token_ids=request.banned_token_ids(output_index),
+            is_constrained=request.constraint is not None,
         )
 
     def _launch(
@@ -415,7 +436,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
-    def _output(self, request: Request, token: SampledToken | None) -> RequestOutput:
+    def _output(self, request: Request, token: SampledToken | None, error: str | None = None) -> RequestOutput:
         return RequestOutput(
             request_id=request.request_id,
             token=token,
@@ -423,6 +444,7 @@ class Scheduler:
             num_cached_tokens=request.num_cached_tokens,
             finish_reason=request.finish_reason,
             prompt_logprobs=tuple(request.prompt_logprobs) if token and request.num_output_tokens == 1 else (),
+            error=error,
         )
 
     def _check_length(self, request: Request) -> None:

@@ -71,6 +71,7 @@ def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: 
         timeout=body.timeout,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        grammar=body.requested_grammar,
     )
 
 

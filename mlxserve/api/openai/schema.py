@@ -15,9 +15,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Discriminator,
     Field,
     Tag,
@@ -29,6 +27,17 @@ from pydantic import (
 from pydantic_core import PydanticCustomError, from_json
 
 from mlxserve.api.openai.errors import invalid_parameter
+from mlxserve.api.openai.structured import (
+    Choices,
+    GrammarText,
+    JsonSchema,
+    JsonSchemaOrText,
+    ResponseFormat,
+    StructuredOutputs,
+    requested_grammar,
+)
+from mlxserve.api.openai.wire import WireModel, unsupported
+from mlxserve.core.constraint import Grammar
 from mlxserve.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from mlxserve.errors import InvalidParameter
 
@@ -44,23 +53,6 @@ MAX_SAMPLES = 16
 """Answers to one prompt, shown or not."""
 DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where the client gave none: OpenAI's own default."""
-
-
-def unsupported(*neutral: Any) -> AfterValidator:
-    """Marks a field that is known and not supported yet: null and the `neutral` values pass, others are refused."""
-
-    def check(value: Any, info: ValidationInfo) -> Any:
-        # True == 1 and False == 0 in Python, but not on the wire.
-        same = (value == one and isinstance(value, bool) is isinstance(one, bool) for one in neutral)
-        if value is None or any(same):
-            return value
-        raise PydanticCustomError("unsupported_parameter", "this server does not support it yet; leave it out")
-
-    return AfterValidator(check)
-
-
-class WireModel(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
 
 
 def _text_or_list(value: Any) -> str | None:
@@ -204,7 +196,17 @@ class CompletionFields(WireModel):
     prompt_cache_retention: str | None = None
 
     keep_alive: Annotated[Any, unsupported()] = None
-    response_format: Annotated[Any, unsupported({"type": "text"})] = None
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchemaOrText = None
+    guided_regex: GrammarText | None = None
+    guided_choice: Choices | None = None
+    guided_grammar: GrammarText | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: JsonSchema = None
+    grammar: GrammarText | None = None
+    guided_decoding_backend: Annotated[Any, unsupported()] = None
 
     @model_validator(mode="after")
     def _stream_options_need_a_stream(self) -> Self:
@@ -227,6 +229,15 @@ class CompletionFields(WireModel):
     def num_samples(self) -> int:
         """Answers to generate for each prompt: as many as are shown, or more."""
         return self.num_choices
+
+    @property
+    def requested_grammar(self) -> Grammar | None:
+        """What the answer must be.
+
+        Raises:
+            InvalidParameter: more than one field says so, or a schema in a string is no JSON.
+        """
+        return requested_grammar(self)
 
     @property
     def include_usage(self) -> bool:

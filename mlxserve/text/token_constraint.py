@@ -1,0 +1,110 @@
+"""A grammar at one place in an answer, and the masks of many at once."""
+
+import functools
+from collections.abc import Sequence
+from typing import cast
+
+import numpy as np
+from llguidance import LLExecutor, LLMatcher
+
+from mlxserve.core.constraint import ConstrainedRow, TokenMasks
+
+MAX_FAILURE_LENGTH = 300
+MIN_PARALLEL_ROWS = 8
+"""A mask takes some 10 us; the way to other threads and back 0.1 ms, and a few ms where all cores are busy."""
+
+
+class Unwritable(Exception):
+    """A text has bytes that are in no token of the vocabulary."""
+
+
+class GrammarConstraint:
+    """`first_masked`: bits, as in TokenMasks, of tokens that must not begin an answer."""
+
+    def __init__(self, matcher: LLMatcher, *, vocab_size: int, first_masked: bytes = b"") -> None:
+        self.matcher = matcher
+        self.vocab_size = vocab_size
+        self.first_masked = first_masked
+        self._num_tokens = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return self._num_tokens
+
+    def copy(self) -> "GrammarConstraint":
+        """Another one at the same place, for another answer."""
+        copy = GrammarConstraint(self.matcher.deep_copy(), vocab_size=self.vocab_size, first_masked=self.first_masked)
+        copy._num_tokens = self._num_tokens
+        return copy
+
+    def advance(self, token_ids: Sequence[int]) -> None:
+        """Take tokens of the answer. One that is not allowed makes it fail for good."""
+        self.matcher.consume_tokens(list(token_ids))
+        self._num_tokens += len(token_ids)
+
+    def num_accepted(self, token_ids: Sequence[int]) -> int:
+        return self.matcher.validate_tokens(list(token_ids))
+
+    def failure_at_start(self) -> str | None:
+        """Why no answer can be begun; None if one can."""
+        return compute_masks([ConstrainedRow(0, self, ())], 1).failures.get(0)
+
+    def failure(self) -> str | None:
+        """Why the answer cannot go on; None if it can, or can end. Known once a mask was computed."""
+        if self.matcher.is_error():
+            return _one_line(self.matcher.get_error())
+        if self.matcher.is_stopped() and not self.matcher.is_accepting():
+            return "the grammar allows nothing more, and is not at an end"
+        return None
+
+
+def _one_line(error: str) -> str:
+    """The library's message without the drawing of where the fault is; of a long one the beginning and the end."""
+    if Unwritable.__name__ in error or error.startswith("NoExtension"):
+        return "no text that this model can write satisfies it"
+    line = " ".join(error.replace("<non-verbose/>", "").split())
+    if len(line) <= MAX_FAILURE_LENGTH:
+        return line
+    return f"{line[: MAX_FAILURE_LENGTH // 3]} ... {line[-MAX_FAILURE_LENGTH * 2 // 3 :]}"
+
+
+def compute_masks(rows: Sequence[ConstrainedRow], num_rows: int) -> TokenMasks:
+    """Masks of a step with `num_rows` rows, of which `rows`, at least one, have a constraint of this module.
+
+    The interpreter is free while they are computed.
+    """
+    constraints = [cast(GrammarConstraint, row.constraint) for row in rows]
+    # The library writes words of 32 bits.
+    num_bytes = (constraints[0].vocab_size + 31) // 32 * 4
+    bits = np.full((num_rows, num_bytes), 0xFF, np.uint8)
+    plain: list[tuple[LLMatcher, int]] = []
+    drafted: list[tuple[LLMatcher, int, list[int]]] = []
+    for row, constraint in zip(rows, constraints, strict=True):
+        constraint.advance(row.token_ids)
+        if row.draft_token_ids:
+            drafted.append((constraint.matcher, row.index, list(row.draft_token_ids)))
+        else:
+            plain.append((constraint.matcher, row.index))
+    if len(plain) < MIN_PARALLEL_ROWS:
+        for matcher, index in plain:
+            matcher.unsafe_compute_mask_ptr(bits[index].ctypes.data, num_bytes)
+    else:
+        _executor().unsafe_compute_mask_ptr(plain, bits.ctypes.data, num_bytes, num_rows)
+    if drafted:
+        _executor().unsafe_compute_mask_ptr_with_draft_token(drafted, bits.ctypes.data, num_bytes, num_rows)
+    failures = {}
+    for row, constraint in zip(rows, constraints, strict=True):
+        if constraint.num_tokens == 0 and constraint.first_masked:
+            masked = np.frombuffer(constraint.first_masked, np.uint8)
+            bits[row.index, : len(masked)] &= ~masked
+        failure = constraint.failure()
+        if failure is None and not bits[row.index].any():
+            failure = "no token of this model's vocabulary fits"
+        if failure is not None:
+            failures[row.index] = failure
+    return TokenMasks(num_rows, bits.tobytes(), failures)
+
+
+@functools.cache
+def _executor() -> LLExecutor:
+    return LLExecutor()
