@@ -56,7 +56,7 @@ def with_streams(*requests: Request, max_blocks: int = 64, runs_ahead: bool = Fa
 
 
 def result_of(step: ScheduledStep, token_id: int = 7) -> StepResult:
-    return StepResult(step.step_id, (SampledToken(token_id),) * len(step.decode), 0.0, 0.01)
+    return StepResult(step.step_id, ((SampledToken(token_id),),) * len(step.decode), 0.0, 0.01)
 
 
 # --- what the scheduler gives out ---
@@ -205,7 +205,7 @@ def test_an_id_used_again_gets_neither_of_the_old_rows() -> None:
     again = make_request("a", prompt(3, 5000))
     scheduler.add(again)
     outputs = [output for taken in (step, ahead) for output in scheduler.update(taken, result_of(taken), 0.0)]
-    assert [(output.request_id, output.token is None) for output in outputs] == [
+    assert [(output.request_id, not output.tokens) for output in outputs] == [
         ("a", True),
         ("b", False),
         ("b", False),
@@ -449,7 +449,7 @@ def test_a_model_on_its_own_caches_never_runs_ahead(monkeypatch: pytest.MonkeyPa
     request = tiny_models.make_request("a", tiny_models.prompt(10), 8)
     built.engine.add(request)
     # With nothing in flight between steps, each gives its token when it was taken.
-    num_tokens = [sum(output.token is not None for output in built.engine.step()) for _ in range(8)]
+    num_tokens = [sum(len(output.tokens) for output in built.engine.step()) for _ in range(8)]
     assert num_tokens == [1] * 8
     assert built.engine._ahead_runner is None
     assert request.token_ids[10:] == tiny_models.reference(tiny_models.build("gemma3"), tiny_models.prompt(10), 8)

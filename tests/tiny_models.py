@@ -174,8 +174,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[SampledTo
         engine.add(request)
     while engine.has_work:
         for output in engine.step():
-            if output.token is not None:
-                tokens[output.request_id].append(output.token)
+            tokens[output.request_id] += output.tokens
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
         engine.check_integrity()

@@ -15,7 +15,7 @@ import typer
 from mlxserve import __version__, blas, config
 from mlxserve.cli import addresses, console, logs
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import Host, Port, Threads, parse_size_option
+from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_size_option
 from mlxserve.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def serve(
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its start.")
     ] = False,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
     threads: Threads = None,
@@ -78,6 +80,8 @@ def serve(
         kv_cache_bytes=kv_cache_bytes,
         target_itl_ms=target_itl_ms,
         enable_prefix_caching=False if no_prefix_caching else None,
+        speculation=speculation,
+        draft_model=draft_model,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         threads=threads,

@@ -6,7 +6,7 @@ A dialect turns its wire format into a GenerationRequest and the events of its G
 from dataclasses import dataclass, field
 from typing import Any
 
-from mlxserve.core.request import FinishReason
+from mlxserve.core.request import FinishReason, Speculation
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken
 
@@ -48,6 +48,8 @@ class GenerationRequest:
     """Seconds from arrival to the final event."""
     priority: int = 0
     cache_salt: str | None = None
+    speculation: Speculation | None = None
+    """None: the server's setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,10 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_draft_tokens: int = 0
+    """Guesses at generated tokens that were computed."""
+    num_accepted_tokens: int = 0
+    """Of these, the ones that were right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Models whose layers keep more or less than plain keys and values, on mlx-lm's own caches behind the same steps.
 
-Sequences take turns within a step instead of sharing a forward pass; each has its own caches, found by request id.
+Sequences take turns within a step instead of sharing a forward pass; each has its own caches, found by request id. Rows
+must not carry drafts: what a recurrent layer has taken in of a wrong one cannot be taken back.
 """
 
 import time
@@ -39,12 +40,12 @@ class FallbackRunner:
         for chunk in step.prefill:
             self._prefill(chunk)
         prefilled = time.perf_counter()
-        tokens: list[SampledToken] = []
+        tokens: list[tuple[SampledToken, ...]] = []
         for row in step.decode:
             logits = self._model(mx.array([[row.token_id]]), cache=self._cache_of(row.request_id, row.start))[:, -1]
             sampled = self._sampler.sample(logits, [row])
             mx.eval(sampled.arrays())
-            tokens += sampled.collect()
+            tokens.append(sampled.collect())
         return StepResult(step.step_id, tuple(tokens), prefilled - started, time.perf_counter() - prefilled)
 
     def reset(self) -> None:

@@ -13,6 +13,7 @@ from mlxserve.api.openai.schema import (
     ToolCall,
 )
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
 
 DefaultSampling = Mapping[str, float | int]
@@ -53,6 +54,7 @@ def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: 
         timeout=body.timeout,
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
+        speculation=None if body.speculation is None else Speculation(body.speculation),
     )
 
 

@@ -7,7 +7,8 @@ or have a value that asks for nothing (`n: 1`, `tools: []`), and are refused by 
 nowhere here is refused as unknown. Null means the default everywhere.
 
 Beside OpenAI's own: `top_k`, `min_p`, `ignore_eos`, `chat_template_kwargs`, `priority`, `cache_salt` as vLLM has
-them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply.
+them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply; `speculation` for who
+may guess at the next tokens.
 """
 
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -164,6 +165,7 @@ class CompletionFields(WireModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     timings: bool | None = None
+    speculation: Literal["auto", "ngram", "draft", "off"] | None = None
 
     user: str | None = None
     safety_identifier: str | None = None
