@@ -351,11 +351,22 @@ class FakeBuild:
         )
 
     def _build_engine(
-        self, loaded: LoadedModel, config: EngineConfig, found: Device, context_length: int
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        found: Device,
+        context_length: int,
+        *,
+        draft: LoadedModel | None,
     ) -> BuiltEngine:
         self.before_build()
         self.runners.append(FakeRunner())
-        return BuiltEngine(make_engine(self.runners[-1], config), context_length, uses_block_cache=True)
+        return BuiltEngine(
+            make_engine(self.runners[-1], config),
+            context_length,
+            uses_block_cache=True,
+            has_draft_model=draft is not None,
+        )
 
 
 @dataclass

@@ -217,7 +217,7 @@ class FakeRunner:
         return drafts
 
     def _check_draft_order(self, row: DecodeRow, order: DraftOrder, num_right: int) -> None:
-        """What the draft model is told to be missing is what it has not computed, and it gets the right tokens for it."""
+        """What the draft model is told to be missing is what it has not computed, with the right tokens."""
         first = row.start - len(order.missing)
         assert self._drafted.get(row.request_id, first) == first, f"{row.request_id}: the draft model's part has a gap"
         assert self._tokens[row.request_id][first : row.start] == list(order.missing)

@@ -208,6 +208,8 @@ class TestChat:
             "predicted_n": 11,
             "predicted_ms": 500.0,
             "predicted_per_second": 20.0,
+            "draft_n": 0,
+            "draft_n_accepted": 0,
             "ttft_ms": 56.0,
             "front_end_ms": 1.0,
             "queue_ms": 2.0,

@@ -572,8 +572,8 @@ def test_tokens_that_are_not_known_are_those_of_the_step_before(paged: PagedMode
         known = [
             DecodeRow(r.request_id, token, r.start, r.block_tables, r.sampling, r.seed, index) for r, token in rows
         ]
-        token_ids = tuple(t.token_id for t in runner.run(ScheduledStep(index, (), (), tuple(known), (64,))).tokens)
-        assert tuple(token.token_id for token in result.tokens) == token_ids
+        token_ids = tuple(t.token_id for (t,) in runner.run(ScheduledStep(index, (), (), tuple(known), (64,))).tokens)
+        assert tuple(token.token_id for (token,) in result.tokens) == token_ids
 
 
 def test_a_step_ahead_of_nothing_fails(paged: PagedModel) -> None:

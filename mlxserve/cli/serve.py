@@ -147,12 +147,15 @@ async def _serve(
 
     registry = Registry()
     metrics = Metrics()
+    if engine_config.draft_model is not None:
+        draft_name = _served_name(registry, engine_config.draft_model)
+        engine_config = dataclasses.replace(engine_config, draft_model=draft_name)
     # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
     host = ModelHost(engine_config, registry, observer=metrics)
     try:
         await host.start()
         models = [_served_name(registry, name) for name in models]
-        if await signals.interrupts(asyncio.create_task(_load(host, registry, models))):
+        if await signals.interrupts(asyncio.create_task(_load(host, registry, models, engine_config.draft_model))):
             logger.info("stopped while a model was loading")
             console.leave(0)
         server = HttpServer(
@@ -188,10 +191,13 @@ def _served_name(registry: "Registry", name: str) -> str:
     return alias
 
 
-async def _load(host: "ModelHost", registry: "Registry", models: list[str]) -> None:
+async def _load(host: "ModelHost", registry: "Registry", models: list[str], draft_model: str | None) -> None:
     from mlxserve.store import hub
 
     display = LoadDisplay()
+    if draft_model is not None:
+        source = registry.resolve(draft_model, allow_paths=False)
+        await asyncio.to_thread(hub.ensure_local, source, display.progress)
     for name in models:
         with display.loading(name):
             await asyncio.to_thread(hub.ensure_local, registry.resolve(name, allow_paths=False), display.progress)
