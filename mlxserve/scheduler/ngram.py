@@ -15,6 +15,8 @@ PRIOR_WEIGHT = 4.0
 """Trials that a prior counts for."""
 DECAY = 0.95
 """What a trial weighs after each later one of its kind: some 20 count."""
+FADING = 0.01
+"""What each token without a trial takes away of what was learned: after some hundred it is worth another try."""
 
 
 class HitRate:
@@ -35,8 +37,8 @@ class HitRate:
 
     def fade(self) -> None:
         """Let one token pass without a trial: what was learned long ago counts for less against the prior."""
-        self._hits += (1.0 - DECAY) * (self._prior * PRIOR_WEIGHT - self._hits)
-        self._trials += (1.0 - DECAY) * (PRIOR_WEIGHT - self._trials)
+        self._hits += FADING * (self._prior * PRIOR_WEIGHT - self._hits)
+        self._trials += FADING * (PRIOR_WEIGHT - self._trials)
 
 
 class NgramIndex:
