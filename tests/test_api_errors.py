@@ -125,6 +125,8 @@ BAD_CHAT = [
     ({"priority": "high"}, "priority", "invalid_type"),
     ({"cache_salt": ""}, "cache_salt", "invalid_value"),
     ({"timeout": 0}, "timeout", "invalid_value"),
+    ({"speculation": "fast"}, "speculation", "invalid_value"),
+    ({"speculation": {"type": "ngram"}}, "speculation", "invalid_value"),
     ({"n": 2}, "n", "unsupported_parameter"),
     ({"n": True}, "n", "unsupported_parameter"),
     ({"presence_penalty": 0.5}, "presence_penalty", "unsupported_parameter"),
