@@ -104,6 +104,16 @@ def test_a_slow_draft_model_is_not_asked() -> None:
     assert drafting.plan([stream(repeats=False)]) == {}
 
 
+def test_a_slow_draft_model_leaves_the_text_its_drafts() -> None:
+    """A short match promises less than the model, which is not worth asking."""
+    drafting = Drafting(measured_budget(row=0.001, several=0.002, draft_pass=0.04), has_draft_model=True)
+    request = make_request("a", [*range(20), 5, 6], max_tokens=100, **NO_EOS)
+    request.token_ids.append(7)
+    request.num_computed_tokens = 22
+    drafts = drafting.plan([request])[request]
+    assert (drafts.order, drafts.token_ids[0]) == (None, 8)
+
+
 def test_a_draft_model_that_is_always_wrong_is_asked_seldom() -> None:
     budget = measured_budget(row=0.001, several=0.005, draft_pass=0.002)
     drafting = Drafting(budget, has_draft_model=True)

@@ -85,19 +85,16 @@ class Drafting:
         many, as computing a few more rows costs little; the more streams there are, the likelier a draft must be. No
         step is made longer than prompts may make it.
         """
-        candidates = [candidate for request in streams if (candidate := self._candidate(request)) is not None]
-        if not candidates:
-            return {}
         plain = StepLoad().with_rows([request.num_tokens - 1 for request in streams])
-        for candidate in candidates:
-            if candidate.request.speculation is not Speculation.AUTO:
-                candidate.num_tokens = len(candidate.chances)
-        limit = self._budget.limit(plain)
-        while any(c.num_tokens for c in candidates) and self._seconds(candidates, plain) > limit:
-            for candidate in candidates:
-                candidate.num_tokens //= 2
-        self._weigh(candidates, plain, limit)
-        return {c.request: self._drafts(c) for c in candidates if c.num_tokens > 0}
+        best: list[_Candidate] = []
+        best_rate = -1.0
+        for asks_model in (False, True) if self._has_draft_model else (False,):
+            found = (self._candidate(request, asks_model=asks_model) for request in streams)
+            candidates = [candidate for candidate in found if candidate is not None]
+            rate = self._allot(candidates, plain) if candidates else 0.0
+            if rate > best_rate:
+                best, best_rate = candidates, rate
+        return {candidate.request: self._drafts(candidate) for candidate in best if candidate.num_tokens > 0}
 
     def admit(self, request: Request) -> None:
         """A request begins or resumes with the tokens that the cache holds, the draft model's part included."""
@@ -135,38 +132,43 @@ class Drafting:
             state = self._states[request] = _State(NgramIndex(request.token_ids, request.num_prompt_tokens))
         return state
 
-    def _candidate(self, request: Request) -> _Candidate | None:
-        if request.speculation is Speculation.OFF or not self._takes_drafts:
-            return None
-        is_weighed = request.speculation is Speculation.AUTO
+    def _candidate(self, request: Request, *, asks_model: bool) -> _Candidate | None:
+        """`asks_model`: whether the draft model is asked where the text promises less than it."""
+        kind = request.speculation
         # The last token of an answer is never computed, so nothing is guessed past it.
         limit = request.max_total_tokens - request.num_tokens - 1
-        limit = min(limit, MAX_DRAFTS if is_weighed else UNWEIGHED_DRAFTS)
-        if limit <= 0:
+        limit = min(limit, MAX_DRAFTS if kind is Speculation.AUTO else UNWEIGHED_DRAFTS)
+        if kind is Speculation.OFF or not self._takes_drafts or limit <= 0:
             return None
         state = self._state(request)
         found: list[_Candidate] = []
-        if request.speculation is not Speculation.DRAFT and state.index.advance(MAX_INDEXED_TOKENS):
+        if kind is not Speculation.DRAFT and state.index.advance(MAX_INDEXED_TOKENS):
             found.append(_Candidate(request, state.index.chances(limit), is_from_model=False))
-        if self._has_draft_model and request.speculation is not Speculation.NGRAM:
+        if self._has_draft_model and (kind is Speculation.DRAFT or (kind is Speculation.AUTO and asks_model)):
             rate = state.model_rate.value
             chances = [rate ** (index + 1) for index in range(limit)]
             found.append(_Candidate(request, chances, is_from_model=True))
-        found = [candidate for candidate in found if candidate.chances]
-        # Of equal ones the first: it costs no pass of the draft model.
         return max(found, key=lambda candidate: sum(candidate.chances), default=None)
 
-    def _weigh(self, candidates: list[_Candidate], plain: StepLoad, limit: float) -> None:
-        """Give those that leave it open the drafts that are expected to make for the most tokens a second."""
+    def _allot(self, candidates: list[_Candidate], plain: StepLoad) -> float:
+        """Set how many drafts each candidate gets; returns the tokens a second that are expected then."""
+        for candidate in candidates:
+            if candidate.request.speculation is not Speculation.AUTO:
+                candidate.num_tokens = len(candidate.chances)
+        limit = self._budget.limit(plain)
+        while any(c.num_tokens for c in candidates) and self._seconds(candidates, plain) > limit:
+            for candidate in candidates:
+                candidate.num_tokens //= 2
+        seconds = self._seconds(candidates, plain)
+        if seconds <= 0.0:  # nothing is measured yet
+            return 0.0
+        num_rows = plain.decode_rows + sum(candidate.num_tokens for candidate in candidates)
+        expected = plain.decode_rows + sum(sum(c.chances[: c.num_tokens]) for c in candidates)
         weighed = [candidate for candidate in candidates if candidate.request.speculation is Speculation.AUTO]
         ranked = [(chance, candidate) for candidate in weighed for chance in candidate.chances]
         ranked.sort(key=lambda pair: -pair[0])
-        seconds = self._seconds(candidates, plain)
-        if seconds <= 0.0:  # nothing is measured yet
-            return
-        num_rows = plain.decode_rows + sum(candidate.num_tokens for candidate in candidates)
-        expected = plain.decode_rows + sum(sum(c.chances[: c.num_tokens]) for c in candidates)
-        best, best_rate = 0, (1 + MIN_GAIN) * expected / seconds
+        best, best_rate = 0, expected / seconds
+        wanted = (1 + MIN_GAIN) * best_rate
         for number, (chance, candidate) in enumerate(ranked, 1):
             candidate.num_tokens += 1
             expected += chance
@@ -174,12 +176,13 @@ class Drafting:
                 seconds = self._seconds(candidates, plain)
                 if seconds > limit:
                     break
-                if expected / seconds > best_rate:
+                if expected / seconds > max(best_rate, wanted):
                     best, best_rate = number, expected / seconds
         for candidate in weighed:
             candidate.num_tokens = 0
         for _, candidate in ranked[:best]:
             candidate.num_tokens += 1
+        return best_rate
 
     def _seconds(self, candidates: Iterable[_Candidate], plain: StepLoad) -> float:
         """What a step with these drafts takes."""
