@@ -1,8 +1,8 @@
 """Decode speed with speculation against without, in one process: the same prompts in turns, greedily.
 
-Three prompts are copy-heavy, as edits and quotations are; the others do not repeat. Every answer must be the same with
+Three prompts are copy-heavy: an edit, a list, a quotation; the others have answers of their own. Every answer must be the same with
 and without. Time counts from the first token to the last; figures are medians over the turns, speed-ups medians of the
-ratios of neighbouring turns. `--draft-model` adds a column for a draft model.
+ratios of neighbouring turns.
 """
 
 import argparse
@@ -16,52 +16,25 @@ from dataclasses import dataclass, field
 from mlxserve import blas
 from mlxserve.config import EngineConfig
 
-CODE = """\
-import math
-
-
-def total(values):
-    result = 0
-    for value in values:
-        result = result + value
-    return result
-
-
-def mean(values):
-    if len(values) == 0:
-        return 0
-    return total(values) / len(values)
-
-
-def variance(values):
-    average = mean(values)
-    squares = [(value - average) ** 2 for value in values]
-    return mean(squares)
-
-
-def deviation(values):
-    return math.sqrt(variance(values))
-
-
-def largest(values):
-    result = values[0]
-    for value in values:
-        if value > result:
-            result = value
-    return result
+SETTINGS = """\
+HOST = "127.0.0.1"
+PORT = 8080
+TIMEOUT = 30
+MAX_CONNECTIONS = 100
+LOG_LEVEL = "info"
+LOG_FILE = "server.log"
+DATABASE = "data/main.db"
+CACHE_SIZE = 256
+RETRIES = 3
+BACKUP = True
+BACKUP_FOLDER = "data/backup"
+ADMIN_EMAIL = "admin@example.com"
 """
-LIST = """\
-- two litres of milk
-- a loaf of brown bread
-- six large eggs
-- half a pound of butter
-- three ripe tomatoes
-- a bunch of green onions
-- one jar of honey
-- a bag of rice
-- four apples and two pears
-- a small piece of ginger
-"""
+FRUITS = (
+    "apples oranges bananas cherries grapes melons peaches plums pears lemons limes mangoes kiwis figs dates apricots "
+    "coconuts papayas quinces olives"
+)
+LIST = "\n".join(f"- {fruit}" for fruit in FRUITS.split())
 TEXT = """\
 The lighthouse stood at the end of the pier. Every evening at six the keeper climbed its ninety steps, trimmed the wick
 and lit the lamp. Ships that came from the north saw it first as a spark, then as a star, then as a steady white beam.
@@ -79,11 +52,11 @@ class Prompt:
 PROMPTS = (
     Prompt(
         "edit this code",
-        f"stats.py before the change:\n\n{CODE}\n\nstats.py after `total` was renamed to `add_up` everywhere:\n\n"
-        "import math\n\n\ndef add_up(values):\n",
+        f"settings.py, before:\n\n```python\n{SETTINGS}```\n\n"
+        "settings.py, after PORT was changed to 9090 and RETRIES to 5:\n\n```python\nHOST",
         is_chat=False,
     ),
-    Prompt("repeat this list", f"Repeat this list exactly as it is:\n\n{LIST}"),
+    Prompt("repeat this list", f"Repeat this list exactly, one item per line:\n{LIST}"),
     Prompt("quote this text", f'The text, once:\n\n"{TEXT}"\n\nThe text, a second time:\n\n"The', is_chat=False),
     Prompt("a story", "Tell me a story about a dragon who learns to paint."),
     Prompt("an explanation", "Explain how a steam engine works, for a child of ten."),
@@ -103,16 +76,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="alias, folder or .gguf file")
     parser.add_argument("--draft-model", default=None, help="alias, folder or .gguf file of the same vocabulary")
+    parser.add_argument("--kinds", nargs="+", default=["auto"], choices=["auto", "ngram", "draft"])
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=128, help="longest answer")
+    parser.add_argument("--tokens", type=int, default=96, help="longest answer")
     parser.add_argument(
         "--streams", type=int, default=1, help="copies of the prompt that are answered at the same time"
     )
     parser.add_argument("--threads", type=int, default=None, help="threads of the BLAS")
     parser.add_argument("--show", action="store_true", help="print the answers")
     arguments = parser.parse_args()
+    if "draft" in arguments.kinds and arguments.draft_model is None:
+        parser.error("--kinds draft needs --draft-model")
     info = blas.preload(arguments.threads)
-    bench = SpeculationBench(arguments.model, arguments.draft_model)
+    bench = SpeculationBench(arguments.model, arguments.draft_model, arguments.kinds)
     print(f"{arguments.model}, {platform.machine()}, {os.cpu_count()} cores, {bench.device.name}, BLAS: {info}")
     print(f"greedy, {arguments.streams} streams, up to {arguments.tokens} tokens, {arguments.turns} turns\n")
     print("| prompt | tokens | kind | tokens/s | accepted | speed-up |\n|---|---|---|---|---|---|")
@@ -122,7 +98,7 @@ def main() -> None:
 
 
 class SpeculationBench:
-    def __init__(self, model: str, draft_model: str | None) -> None:
+    def __init__(self, model: str, draft_model: str | None, kinds: list[str]) -> None:
         from mlxserve.core.request import Speculation
         from mlxserve.engine import build
         from mlxserve.store import hub, loader
@@ -139,9 +115,7 @@ class SpeculationBench:
         config = EngineConfig(enable_prefix_caching=False)
         built = build.build_engine(self.loaded, config, self.device, self.loaded.context_length, draft=draft)
         self.engine = built.engine
-        self.kinds = [Speculation.OFF, Speculation.AUTO, Speculation.NGRAM]
-        if draft is not None:
-            self.kinds.append(Speculation.DRAFT)
+        self.kinds = [Speculation.OFF, *map(Speculation, kinds)]
 
     def rows(self, prompt: Prompt, num_turns: int, max_tokens: int, num_streams: int, *, show: bool) -> list[str]:
         measured = {kind: Measured() for kind in self.kinds}
