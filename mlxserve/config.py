@@ -19,6 +19,7 @@ import platformdirs
 
 from mlxserve.errors import ConfigError
 
+SPECULATION_KINDS = ("auto", "ngram", "draft", "off")
 ENV_PREFIX = "MLXSERVE_"
 DEFAULT_PORT = 11711
 
@@ -62,6 +63,11 @@ class EngineConfig:
     target_itl_ms: float = 100.0
     """Milliseconds between two tokens of a stream that prompts computed beside it should not exceed."""
 
+    speculation: str = "auto"
+    """Who guesses at next tokens where a request does not say: auto, ngram, draft, off (core.request.Speculation)."""
+    draft_model: str | None = None
+    """Name of a smaller model of the same vocabulary that guesses at what every other model here will say."""
+
     def __post_init__(self) -> None:
         _require(
             8 <= self.block_size <= 512 and self.block_size & (self.block_size - 1) == 0,
@@ -75,6 +81,15 @@ class EngineConfig:
         _require(
             math.isfinite(self.target_itl_ms) and self.target_itl_ms > 0,
             f"target_itl_ms must be positive, not {self.target_itl_ms}",
+        )
+        _require(
+            self.speculation in SPECULATION_KINDS,
+            f"speculation must be {', '.join(SPECULATION_KINDS[:-1])} or {SPECULATION_KINDS[-1]}, "
+            f"not {self.speculation!r}",
+        )
+        _require(
+            self.speculation != "draft" or self.draft_model is not None,
+            "speculation is draft and there is no draft_model; name one, or set speculation to auto",
         )
 
 

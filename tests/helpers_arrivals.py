@@ -21,8 +21,7 @@ class Answers:
     def take(self, outputs: Iterable[RequestOutput]) -> None:
         for output in outputs:
             assert output.request_id not in self.reasons, f"{output.request_id}: an output after its last one"
-            if output.token is not None:
-                self.tokens[output.request_id].append(output.token)
+            self.tokens[output.request_id] += output.tokens
             if output.finish_reason is not None:
                 self.reasons[output.request_id] = output.finish_reason
 

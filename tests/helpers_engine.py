@@ -149,7 +149,7 @@ class FakeRunner:
         for row in step.decode:
             state = self._compute((row.token_id,), row.start, row.block_tables)
             ends = row.output_index == self.answer_length
-            tokens.append(SampledToken(min(tokenizer().eos_token_ids) if ends else next_token(state)))
+            tokens.append((SampledToken(min(tokenizer().eos_token_ids) if ends else next_token(state)),))
         return StepResult(step.step_id, tuple(tokens), 0.001 * step.num_prefill_tokens, decode_time=0.001)
 
     def reset(self) -> None:
@@ -207,8 +207,7 @@ class Client:
         if isinstance(item, MlxserveError):
             self.ended.set_result(item)
             return
-        if item.output.token is not None:
-            self.token_ids.append(item.output.token.token_id)
+        self.token_ids += [token.token_id for token in item.output.tokens]
         if item.output.finish_reason is not None:
             self.ended.set_result(item.output.finish_reason)
 
@@ -354,11 +353,22 @@ class FakeBuild:
         )
 
     def _build_engine(
-        self, loaded: LoadedModel, config: EngineConfig, found: Device, context_length: int
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        found: Device,
+        context_length: int,
+        *,
+        draft: LoadedModel | None,
     ) -> BuiltEngine:
         self.before_build()
         self.runners.append(FakeRunner())
-        return BuiltEngine(make_engine(self.runners[-1], config), context_length, uses_block_cache=True)
+        return BuiltEngine(
+            make_engine(self.runners[-1], config),
+            context_length,
+            uses_block_cache=True,
+            has_draft_model=draft is not None,
+        )
 
 
 @dataclass

@@ -8,11 +8,20 @@ from dataclasses import dataclass
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.step import BlockTable, RequestOutput, SampledToken, ScheduledStep, StepResult
+from mlxserve.core.step import (
+    BlockTable,
+    DecodeRow,
+    DraftOrder,
+    RequestOutput,
+    SampledToken,
+    ScheduledStep,
+    StepResult,
+)
 from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
 from mlxserve.kv.manager import KVManager
 from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.drafting import Drafting
 from mlxserve.scheduler.scheduler import Scheduler
 
 BLOCK_SIZE = 8
@@ -44,7 +53,7 @@ def make_scheduler(max_blocks: int = 64, *, kv: KVManager | None = None, **setti
         target_itl=config.target_itl_ms / 1000,
         min_prefill_tokens=4,
     )
-    return Scheduler(config, kv, budget)
+    return Scheduler(config, kv, budget, Drafting(budget, has_draft_model=config.draft_model is not None))
 
 
 def next_state(state: int, token: int) -> int:
@@ -90,7 +99,8 @@ class Started:
     def token_after(self, request_id: str) -> int:
         """What this step's row of the request chose."""
         (index,) = (i for i, row in enumerate(self.step.decode) if row.request_id == request_id)
-        return self.result.tokens[index].token_id
+        (token,) = self.result.tokens[index]
+        return token.token_id
 
 
 class FakeRunner:
@@ -110,6 +120,10 @@ class FakeRunner:
         self.num_prefilled_tokens = 0
         self.num_rows: Counter[str] = Counter()
         """Decode rows of each request."""
+        self.num_drafts: Counter[str] = Counter()
+        self.num_right_drafts: Counter[str] = Counter()
+        self._drafted: dict[str, int] = {}
+        """Positions of each request that a draft model has computed."""
         self.calls: list[tuple[str, int]] = []
         """("start" or "finish", step id) in order."""
         self._unfinished: list[Started] = []
@@ -146,8 +160,12 @@ class FakeRunner:
             source = self.blocks[copy.source]
             assert None not in source[: copy.num_tokens], f"copy of unwritten positions: {copy}"
             self.blocks[copy.target][: copy.num_tokens] = source[: copy.num_tokens]
+        for request_id in step.released:
+            self._drafted.pop(request_id, None)
         for chunk in step.prefill:
             assert chunk.token_ids, "an empty chunk"
+            if self._drafted.get(chunk.request_id, chunk.start) == chunk.start:
+                self._drafted[chunk.request_id] = chunk.start + len(chunk.token_ids)
             known = self._tokens[chunk.request_id]
             self._compute(chunk.request_id, chunk.token_ids, chunk.start, chunk.block_tables, known)
             self.num_prefilled_tokens += len(chunk.token_ids)
@@ -160,7 +178,7 @@ class FakeRunner:
                 known = [*known, token_id]
             assert row.start == len(known) - 1, f"{row.request_id}: a row at {row.start} of {len(known)} tokens"
             state = self._compute(row.request_id, (token_id,), row.start, row.block_tables, known)
-            tokens.append(SampledToken(next_token(state)))
+            tokens.append(self._go_on(row, state))
             self.num_rows[row.request_id] += 1
         self.num_copied_tokens += sum(copy.num_tokens for copy in step.copies)
         noise = self._random.choice([1.0, 1.1, 0.9, 30.0 if self._random.random() < 0.02 else 1.0])
@@ -168,8 +186,43 @@ class FakeRunner:
             step_id=step.step_id,
             tokens=tuple(tokens),
             prefill_time=noise * (0.004 * len(step.prefill) + 0.0005 * step.num_prefill_tokens) or 1e-5,
-            decode_time=noise * (0.01 + 0.001 * len(step.decode)),
+            decode_time=noise * (0.01 + 0.001 * len(step.decode) + 0.0005 * sum(row.num_drafts for row in step.decode)),
         )
+
+    def _go_on(self, row: DecodeRow, state: int) -> tuple[SampledToken, ...]:
+        """The tokens after a row along its drafts, all of which are written to its blocks, right or wrong."""
+        chosen = [next_token(state)]
+        drafts = row.draft_token_ids if row.draft_order is None else self._draft(row.draft_order, state)
+        (table,) = row.block_tables
+        assert row.start + len(drafts) < len(table) * self.block_size, f"{row.request_id}: no room for its drafts"
+        for position, draft in enumerate(drafts, row.start + 1):
+            state = next_state(state, draft)
+            block, slot = table[position // self.block_size], position % self.block_size
+            self.blocks[block][slot] = state
+            chosen.append(next_token(state))
+        num_right = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+        if row.draft_order is not None:
+            self._check_draft_order(row, row.draft_order, num_right)
+        self.num_drafts[row.request_id] += len(drafts)
+        self.num_right_drafts[row.request_id] += num_right
+        return tuple(SampledToken(token) for token in chosen[: num_right + 1])
+
+    def _draft(self, order: DraftOrder, state: int) -> list[int]:
+        """A draft model that is right most of the time."""
+        drafts = []
+        for _ in range(order.num_tokens):
+            is_right = self._random.random() < 0.7
+            drafts.append(next_token(state) if is_right else self._random.randrange(VOCABULARY))
+            state = next_state(state, drafts[-1])
+        return drafts
+
+    def _check_draft_order(self, row: DecodeRow, order: DraftOrder, num_right: int) -> None:
+        """What the draft model is told to be missing is what it has not computed, with the right tokens."""
+        first = row.start - len(order.missing)
+        assert self._drafted.get(row.request_id, first) == first, f"{row.request_id}: the draft model's part has a gap"
+        assert self._tokens[row.request_id][first : row.start] == list(order.missing)
+        # The last draft is nobody's input.
+        self._drafted[row.request_id] = row.start + 1 + min(num_right, order.num_tokens - 1)
 
     def _compute(
         self,
@@ -211,6 +264,8 @@ class Driver:
         self.requests: dict[str, Request] = {}
         self.outcomes: dict[str, FinishReason] = {}
         self.received: dict[str, list[int]] = {}
+        self.num_outputs: Counter[str] = Counter()
+        """Rows of each request that came to something."""
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -261,8 +316,8 @@ class Driver:
     def collect(self, outputs: Sequence[RequestOutput] | None = None) -> None:
         for output in self.scheduler.take_finished() if outputs is None else outputs:
             assert output.request_id not in self.outcomes, f"{output.request_id}: an output after its last one"
-            if output.token is not None:
-                self.received[output.request_id].append(output.token.token_id)
+            self.received[output.request_id] += [token.token_id for token in output.tokens]
+            self.num_outputs[output.request_id] += bool(output.tokens)
             if output.finish_reason is not None:
                 self.outcomes[output.request_id] = output.finish_reason
                 self.check_outcome(self.requests[output.request_id])
@@ -279,11 +334,12 @@ class Driver:
             assert request.finish_reason is (FinishReason.STOP if ended_by_token else FinishReason.LENGTH)
         else:
             assert answer == expected[: len(answer)]
+        assert request.num_accepted_tokens <= request.num_draft_tokens <= self.runner.num_drafts[request.request_id]
         assert request.num_cached_tokens < request.num_prompt_tokens or request.num_cached_tokens == 0
 
     def check_rows(self) -> None:
         """After the last step: no row was computed for nothing but those that stood in a step ahead of an early end."""
         for name, reason in self.outcomes.items():
-            num_dropped = self.runner.num_rows[name] - len(self.received[name])
+            num_dropped = self.runner.num_rows[name] - self.num_outputs[name]
             allowed = {FinishReason.STOP: int(self.runs_ahead), FinishReason.CANCELLED: 1 + int(self.runs_ahead)}
             assert 0 <= num_dropped <= allowed.get(reason, 0), f"{name} ended with {reason}: {num_dropped} rows dropped"

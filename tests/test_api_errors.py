@@ -155,6 +155,8 @@ BAD_CHAT = [
     ({"stop_token_ids": [1] * 257}, "stop_token_ids", "invalid_value"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "invalid_value"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "invalid_value"),
+    ({"speculation": "fast"}, "speculation", "invalid_value"),
+    ({"speculation": {"type": "ngram"}}, "speculation", "invalid_value"),
     ({"echo": True}, "echo", "unsupported_parameter"),
     ({"keep_alive": -1}, "keep_alive", "unsupported_parameter"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "invalid_value"),

@@ -77,8 +77,10 @@ def test_engines() -> None:
         num_preemptions=1,
         num_prefix_queried_tokens=1000,
         num_prefix_hit_tokens=640,
+        num_draft_tokens=300,
+        num_accepted_tokens=210,
     )
-    host.engine_stats["fallback"] = EngineStats(1, 0, 0, 0, 0, 9, 0, 0, 0)
+    host.engine_stats["fallback"] = EngineStats(1, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0)
     found = samples(get(host, Metrics(), "/metrics").text)
     assert {name: value for name, value in found.items() if "fake" in name} == {
         ("mlxserve_num_requests_running", "fake"): 3,
@@ -88,6 +90,8 @@ def test_engines() -> None:
         ("mlxserve_prefix_cache_queries_total", "fake"): 1000,
         ("mlxserve_prefix_cache_hits_total", "fake"): 640,
         ("mlxserve_num_preemptions_total", "fake"): 1,
+        ("mlxserve_spec_decode_num_draft_tokens_total", "fake"): 300,
+        ("mlxserve_spec_decode_num_accepted_tokens_total", "fake"): 210,
     }
     assert found["mlxserve_kv_cache_usage_ratio", "fallback"] == 0
     assert found["mlxserve_num_requests_running", "fallback"] == 1
@@ -97,7 +101,7 @@ def test_engines_are_asked_at_every_scrape() -> None:
     host, metrics = FakeHost(), Metrics()
     metrics.watch(host.stats)
     assert ("mlxserve_num_requests_running", "late") not in samples(metrics.render().decode())
-    host.engine_stats["late"] = EngineStats(4, 0, 0, 0, 0, 0, 0, 0, 0)
+    host.engine_stats["late"] = EngineStats(4, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
     assert samples(metrics.render().decode())["mlxserve_num_requests_running", "late"] == 4
 
 

@@ -20,6 +20,7 @@ from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.reply import CompletionReply
 from mlxserve.config import ServerConfig
 from mlxserve.core.generation import TextDelta, TextPrompt, TokenPrompt
+from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.errors import EngineError, QueueFull, RequestTimeout
@@ -208,6 +209,8 @@ class TestChat:
             "predicted_n": 11,
             "predicted_ms": 500.0,
             "predicted_per_second": 20.0,
+            "draft_n": 0,
+            "draft_n_accepted": 0,
             "ttft_ms": 56.0,
             "front_end_ms": 1.0,
             "queue_ms": 2.0,
@@ -240,6 +243,7 @@ class TestParameters:
             priority=-2,
             cache_salt="mine",
             timeout=2.5,
+            speculation="ngram",
             chat_template_kwargs={"enable_thinking": False},
         )
         assert response.status_code == 200
@@ -255,6 +259,7 @@ class TestParameters:
             num_logprobs=3,
         )
         assert (request.priority, request.cache_salt, request.timeout) == (-2, "mine", 2.5)
+        assert request.speculation is Speculation.NGRAM
         assert request.prompt.template_kwargs == {"enable_thinking": False}
 
     def test_null_is_the_default(self, host: FakeHost, http: httpx.Client) -> None:
@@ -263,12 +268,14 @@ class TestParameters:
             *("stream", "stream_options", "max_tokens", "max_completion_tokens", "temperature", "top_p", "top_k"),
             *("min_p", "stop", "seed", "logprobs", "top_logprobs", "n", "ignore_eos", "chat_template_kwargs", "user"),
             *("metadata", "store", "priority", "cache_salt", "timeout", "timings", "response_format", "tools"),
+            "speculation",
             *("tool_choice", "functions", "logit_bias", "presence_penalty", "frequency_penalty", "reasoning_effort"),
         ]
         assert chat(http, **dict.fromkeys(fields)).status_code == 200
         plain, nulls = host.requests
         assert (nulls.sampling, nulls.stop, nulls.prompt) == (plain.sampling, plain.stop, plain.prompt)
         assert plain.sampling == SamplingParams()
+        assert plain.speculation is nulls.speculation is None
 
     def test_values_that_ask_for_nothing_are_accepted(self, host: FakeHost, http: httpx.Client) -> None:
         response = chat(

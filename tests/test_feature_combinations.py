@@ -16,7 +16,7 @@ import tiny_models
 from helpers_arrivals import Answers, serve
 from tiny_models import GREEDY
 
-from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import DecodeRow
 from mlxserve.engine import warm_up
@@ -50,6 +50,8 @@ class Combination:
     arrivals: str
     attention_path: int
     """Which of the engine's ways of decode attention."""
+    draft_seed: int | None
+    """Weights of the draft model: 0 are the model's own; None: there is none."""
 
     @classmethod
     def draw(cls, seed: int, rng: random.Random) -> "Combination":
@@ -66,6 +68,7 @@ class Combination:
             samplings=rng.choice(["greedy", "seeded", "mixed", "wishes", "wishes"]),
             arrivals=rng.choice(["at once", "evenly", "anyhow"]),
             attention_path=rng.choice([0, 1]),
+            draft_seed=rng.choice([None, None, 0, 1]),
         )
         # Few that are drawn preempt. Every fifth does, or nearly so.
         crowd = {"is_pool_tiny": True, "num_requests": 8, "max_num_seqs": 8, "block_size": 16}
@@ -103,6 +106,7 @@ def seeded_reference(name: str, prompt_ids: list[int], max_tokens: int, sampling
     The sampler must choose the same from mlx-lm's logits.
     """
     request = tiny_models.make_request("alone", prompt_ids, max_tokens, sampling)
+    request.speculation = Speculation.OFF
     answer = serve(reference_engine(name), [(0, request)]).ids("alone")
     logits = reference_model(name)(mx.array([prompt_ids + answer[:-1]]))[0, len(prompt_ids) - 1 :]
     noise = NOISE * mx.random.normal((NUM_NOISES, *logits.shape), key=mx.random.key(0))
@@ -169,6 +173,7 @@ def make_case(
 ) -> Case:
     """`sample_of`: a request that comes at the same time and has the same prompt."""
     own = tiny_models.prompt(rng.choice([1, 2, 17, 40, 70]), seed=rng.randrange(1000))
+    own *= rng.choice([1, 1, 2])
     prompt_ids = prefix + own if rng.random() < 0.8 else own
     max_tokens = rng.choice([4, 60, 60, 90])
     arrival = {"at once": 0, "evenly": 4 * index, "anyhow": rng.randrange(60)}[combination.arrivals]
@@ -184,7 +189,9 @@ def make_case(
         stop = rng.choice(expected)
         expected, is_whole = expected[: expected.index(stop) + 1], True
         sampling = replace(sampling, stop_token_ids=frozenset({stop}))
+    kinds = [kind for kind in Speculation if kind is not Speculation.DRAFT or combination.draft_seed is not None]
     request = tiny_models.make_request(f"{index}", prompt_ids, max_tokens, sampling)
+    request.speculation = rng.choice(kinds)
     return Case(arrival, request, expected, is_whole)
 
 
@@ -192,18 +199,23 @@ def build(monkeypatch: pytest.MonkeyPatch, combination: Combination, cases: list
     longest = max(case.request.max_total_tokens for case in cases)
     # A tiny pool just holds the longest request (beside the scratch block): others that run with it outgrow it.
     num_blocks = 1 + -(-longest // combination.block_size) if combination.is_pool_tiny else 1000
+    num_models = 1 if combination.draft_seed is None else 2
     config = tiny_models.engine_config(
         block_size=combination.block_size,
         max_prefill_tokens=combination.max_prefill_tokens,
         max_num_seqs=combination.max_num_seqs,
         enable_prefix_caching=combination.enable_prefix_caching,
-        kv_cache_bytes=num_blocks * combination.block_size * BYTES_PER_TOKEN,
+        kv_cache_bytes=num_blocks * combination.block_size * BYTES_PER_TOKEN * num_models,
     )
     loaded = tiny_models.loaded(tiny_models.build(combination.model))
     with monkeypatch.context() as patched:
         patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: combination.runs_ahead)
         patched.setattr(paths, "choose", lambda ways, *_: lambda *_: ways[combination.attention_path])
-        return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH).engine
+        patched.setattr(warm_up, "DRAFTS", (3,))
+        draft = None
+        if combination.draft_seed is not None:
+            draft = tiny_models.loaded(tiny_models.build(combination.model, seed=combination.draft_seed))
+        return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH, draft=draft).engine
 
 
 def check_answers(cases: list[Case], answers: Answers) -> None:
@@ -229,7 +241,7 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
         return stock_start(self, step, after, masks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelRunner, "start", start)
-    num_tokens = num_compared = num_hits = num_preemptions = 0
+    num_tokens = num_compared = num_hits = num_preemptions = num_drafts = num_accepted = 0
     for number in range(NUM_COMBINATIONS):
         rng = random.Random(SEED + number)
         combination = Combination.draw(SEED + number, rng)
@@ -251,8 +263,10 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
         num_compared += sum(len(case.expected) for case in cases)
         num_hits += stats.num_prefix_hit_tokens
         num_preemptions += stats.num_preemptions
+        num_drafts += stats.num_draft_tokens
+        num_accepted += stats.num_accepted_tokens
     print(f"{num_tokens} tokens, {num_compared} compared, {num_hits} from the cache, {num_starts_ahead} steps ahead,")
-    print(f"{num_preemptions} preemptions")
+    print(f"{num_preemptions} preemptions, {num_accepted} of {num_drafts} drafts right")
     # Near ties end comparisons; were that the rule, this would test nothing.
     assert num_compared > 0.8 * num_tokens
     if NUM_COMBINATIONS >= 25:
@@ -260,3 +274,4 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
         assert num_hits > 0
         assert num_starts_ahead > 0
         assert num_preemptions > 0
+        assert 0 < num_accepted < num_drafts

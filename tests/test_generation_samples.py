@@ -1,6 +1,7 @@
 """Several samples of a prompt, and what else a request asks of the sampler, from prompt to events on a fake runner."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from helpers_engine import (
     tokenizer,
 )
 
+from mlxserve.core.constraint import MaskSource
 from mlxserve.core.generation import PromptLogprobs
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import sample_seed
@@ -30,14 +32,14 @@ CAT = expected_text("the cat", 40)
 class ScoringRunner(FakeRunner):
     """Gives every scored token its own id as the log-probability."""
 
-    def run(self, step: ScheduledStep) -> StepResult:
-        result = super().run(step)
+    def run(self, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
+        result = super().run(step, masks)
         scores = tuple(
             tuple(TokenLogprobs(-float(token_id), ()) for token_id in chunk.scored_ids)
             for chunk in step.prefill
             if chunk.scored_ids
         )
-        return StepResult(result.step_id, result.tokens, result.prefill_time, result.decode_time, scores)
+        return replace(result, scores=scores)
 
 
 @on_loop

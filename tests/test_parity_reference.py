@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 
 from mlxserve.config import EngineConfig
-from mlxserve.core.request import Request
+from mlxserve.core.request import Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken
 from mlxserve.engine import warm_up
@@ -42,17 +42,23 @@ def make_engine(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> MakeEng
     monkeypatch.setattr(warm_up, "CHUNKS", (64,))
     monkeypatch.setattr(warm_up, "ROWS", (1,))
     monkeypatch.setattr(warm_up, "MIXED", ())
+    monkeypatch.setattr(warm_up, "DRAFTS", (7,))
 
-    def make(**settings: Any) -> Engine:
+    def make(draft: LoadedModel | None = None, **settings: Any) -> Engine:
         config = EngineConfig(**({"target_itl_ms": 1e6, "kv_cache_bytes": 400_000_000} | settings))
-        built = build_engine(loaded, config, device.detect(), loaded.context_length)
+        built = build_engine(loaded, config, device.detect(), loaded.context_length, draft=draft)
         assert built.uses_block_cache
         return built.engine
 
     return make
 
 
-def make_requests(loaded: LoadedModel, cases: Sequence[dict[str, Any]], max_tokens: int = 64) -> list[Request]:
+def make_requests(
+    loaded: LoadedModel,
+    cases: Sequence[dict[str, Any]],
+    max_tokens: int = 64,
+    speculation: Speculation = Speculation.AUTO,
+) -> list[Request]:
     requests = []
     for case in cases:
         num_tokens = min(case["comparable"], max_tokens)
@@ -60,6 +66,7 @@ def make_requests(loaded: LoadedModel, cases: Sequence[dict[str, Any]], max_toke
             case["name"], case["prompt_ids"], num_tokens, SamplingParams(temperature=0.0, num_logprobs=5)
         )
         request.eos_token_ids = loaded.eos_token_ids
+        request.speculation = speculation
         requests.append(request)
     return requests
 
@@ -125,3 +132,24 @@ def test_preemption(loaded: LoadedModel, make_engine: MakeEngine, enable_prefix_
     check(requests, tiny_models.run(engine, requests))
     assert engine.stats().num_preemptions > 0
     assert engine.stats().max_blocks == 26
+
+
+def test_drafts_from_the_text(loaded: LoadedModel, make_engine: MakeEngine) -> None:
+    engine = make_engine(max_num_seqs=8)
+    requests = make_requests(loaded, CASES, speculation=Speculation.NGRAM)
+    check(requests, tiny_models.run(engine, requests))
+    assert 0 < sum(r.num_accepted_tokens for r in requests) < sum(r.num_draft_tokens for r in requests)
+
+
+@pytest.mark.parametrize("is_equal", [True, False], ids=["equal", "random"])
+def test_drafts_of_a_model(loaded: LoadedModel, make_engine: MakeEngine, demo_model: Path, is_equal: bool) -> None:
+    if is_equal:
+        draft = loader.load(demo_model, name="draft", dtype_policy="float32")
+    else:
+        draft = tiny_models.loaded(tiny_models.build("llama", vocab_size=loaded.config["vocab_size"]))
+    engine = make_engine(draft, max_num_seqs=4, block_size=16)
+    requests = make_requests(loaded, SHORT_CASES[:6], max_tokens=32, speculation=Speculation.DRAFT)
+    check(requests, tiny_models.run(engine, requests))
+    num_accepted, num_drafts = engine.stats().num_accepted_tokens, engine.stats().num_draft_tokens
+    assert num_accepted > 0.9 * num_drafts if is_equal else num_accepted < 0.1 * num_drafts
+    assert num_drafts > 0

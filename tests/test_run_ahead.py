@@ -57,7 +57,7 @@ def with_streams(*requests: Request, max_blocks: int = 64, runs_ahead: bool = Fa
 
 
 def result_of(step: ScheduledStep, token_id: int = 7) -> StepResult:
-    return StepResult(step.step_id, (SampledToken(token_id),) * len(step.decode), 0.0, 0.01)
+    return StepResult(step.step_id, ((SampledToken(token_id),),) * len(step.decode), 0.0, 0.01)
 
 
 # --- what the scheduler gives out ---
@@ -206,7 +206,7 @@ def test_an_id_used_again_gets_neither_of_the_old_rows() -> None:
     again = make_request("a", prompt(3, 5000))
     scheduler.add(again)
     outputs = [output for taken in (step, ahead) for output in scheduler.update(taken, result_of(taken), 0.0)]
-    assert [(output.request_id, output.token is None) for output in outputs] == [
+    assert [(output.request_id, not output.tokens) for output in outputs] == [
         ("a", True),
         ("b", False),
         ("b", False),
@@ -452,7 +452,7 @@ def test_a_model_on_its_own_caches_never_runs_ahead(monkeypatch: pytest.MonkeyPa
     request = tiny_models.make_request("a", tiny_models.prompt(10), 8)
     built.engine.add(request)
     # With nothing in flight between steps, each gives its token when it was taken.
-    num_tokens = [sum(output.token is not None for output in built.engine.step()) for _ in range(8)]
+    num_tokens = [sum(len(output.tokens) for output in built.engine.step()) for _ in range(8)]
     assert num_tokens == [1] * 8
     assert built.engine._ahead_runner is None
     assert request.token_ids[10:] == tiny_models.reference(tiny_models.build("gemma3"), tiny_models.prompt(10), 8)
@@ -540,9 +540,9 @@ def test_nothing_of_a_step_is_evaluated_before_the_one_before_ended(
     under_way: list[StartedStep] = []
     stock = Sampler.sample
 
-    def sample(self: Sampler, logits: mx.array, rows: Sequence[DecodeRow], masks: object = None) -> SampleOutput:
+    def sample(self: Sampler, logits: mx.array, rows: Sequence[DecodeRow], *others: Any) -> SampleOutput:
         assert all(started.ended is not None for started in under_way)
-        return stock(self, logits, rows)
+        return stock(self, logits, rows, *others)
 
     monkeypatch.setattr(Sampler, "sample", sample)
     runner = ModelRunner(paged, max_pass_tokens=256)
@@ -575,8 +575,8 @@ def test_tokens_that_are_not_known_are_those_of_the_step_before(paged: PagedMode
         known = [
             DecodeRow(r.request_id, token, r.start, r.block_tables, r.sampling, r.seed, index) for r, token in rows
         ]
-        token_ids = tuple(t.token_id for t in runner.run(ScheduledStep(index, (), (), tuple(known), (64,))).tokens)
-        assert tuple(token.token_id for token in result.tokens) == token_ids
+        token_ids = tuple(t.token_id for (t,) in runner.run(ScheduledStep(index, (), (), tuple(known), (64,))).tokens)
+        assert tuple(token.token_id for (token,) in result.tokens) == token_ids
 
 
 def test_a_step_ahead_of_nothing_fails(paged: PagedModel) -> None:

@@ -138,10 +138,10 @@ def test_runner_copies_before_it_computes(llama: Any) -> None:
     copies = (BlockCopy(0, 2, 7, 4),)
     chunk = PrefillChunk("b", tuple(second[12:-1]), 12, ((1, 7, 8),))
     result = runner.run(ScheduledStep(1, copies, (chunk,), (decode_row("b", second[-1], 19, (1, 7, 8)),), (40,)))
-    assert [token.token_id for token in result.tokens] == [reference_logits(llama, second).argmax()]
+    assert [token.token_id for (token,) in result.tokens] == [reference_logits(llama, second).argmax()]
     # The source still is the first sequence's.
     result = runner.run(ScheduledStep(2, (), (), (decode_row("a", first[-1], 15, (1, 2)),), (40,)))
-    assert [token.token_id for token in result.tokens] == [reference_logits(llama, first).argmax()]
+    assert [token.token_id for (token,) in result.tokens] == [reference_logits(llama, first).argmax()]
 
 
 @pytest.mark.parametrize("max_pass_tokens", [1, 7, 16, 1000])
@@ -173,7 +173,7 @@ def test_long_steps_are_done_in_passes(llama: Any, max_pass_tokens: int, monkeyp
     assert all(size == max_pass_tokens for size in sizes[:-1])
     assert sizes[-1] <= max_pass_tokens
     assert num_rows == [0] * (len(sizes) - 1) + [3], "the rows go with the last chunks"
-    assert [token.token_id for token in result.tokens] == [
+    assert [token.token_id for (token,) in result.tokens] == [
         reference_logits(llama, ids).argmax() for ids in prompts.values()
     ]
 
@@ -251,7 +251,7 @@ def test_fallback_runner_keeps_sequences_apart() -> None:
             DecodeRow(name, (ids + answers[name])[-1], len(ids) - 1 + step_id - 1, (), tiny_models.GREEDY, 0, 0)
             for name, ids in prompts.items()
         )
-        for row, token in zip(rows, runner.run(ScheduledStep(step_id, (), (), rows, ())).tokens, strict=True):
+        for row, (token,) in zip(rows, runner.run(ScheduledStep(step_id, (), (), rows, ())).tokens, strict=True):
             answers[row.request_id].append(token.token_id)
     assert answers == expected
 
@@ -263,7 +263,7 @@ def test_fallback_runner_drops_what_is_released_and_starts_over_at_0() -> None:
     chunk = PrefillChunk("a", tuple(ids[:-1]), 0, ())
     row = DecodeRow("a", ids[-1], 19, (), tiny_models.GREEDY, 0, 0)
     first = runner.run(ScheduledStep(0, (), (chunk,), (row,), ()))
-    assert [token.token_id for token in first.tokens] == tiny_models.reference(model, ids, 1)
+    assert [token.token_id for (token,) in first.tokens] == tiny_models.reference(model, ids, 1)
     assert runner.run(ScheduledStep(1, (), (chunk,), (row,), ())).tokens == first.tokens
     with pytest.raises(EngineError, match="has no cache"):
         runner.run(ScheduledStep(2, (), (), (row,), (), released=("a",)))

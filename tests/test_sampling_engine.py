@@ -149,7 +149,7 @@ def prompt_logprobs(engine: Engine, requests: Sequence[Request]) -> dict[str, tu
     found: dict[str, tuple[TokenLogprobs, ...]] = {}
     while engine.has_work:
         for output in engine.step():
-            if output.token is not None and output.request_id not in found:
+            if output.tokens and output.request_id not in found:
                 found[output.request_id] = output.prompt_logprobs
             else:
                 assert output.prompt_logprobs == ()

@@ -318,7 +318,7 @@ def test_an_id_used_again_in_flight_does_not_get_the_old_row() -> None:
     scheduler.abort("a", FinishReason.CANCELLED)
     again = make_request("a", prompt(5))
     scheduler.add(again)
-    runner_result = StepResult(step.step_id, (SampledToken(7),), 0.01, 0.01)
+    runner_result = StepResult(step.step_id, ((SampledToken(7),),), 0.01, 0.01)
     outputs = scheduler.update(step, runner_result, 0.0)
     assert [output.finish_reason for output in outputs] == [FinishReason.CANCELLED]
     assert again.num_output_tokens == 0
@@ -349,12 +349,15 @@ def test_a_result_of_another_step_is_refused() -> None:
     scheduler.add(make_request("a", prompt(20)))
     step = scheduler.schedule(0.0)
     assert step is not None
-    for wrong in (StepResult(step.step_id + 1, (SampledToken(1),), 0.1, 0.1), StepResult(step.step_id, (), 0.1, 0.1)):
+    for wrong in (
+        StepResult(step.step_id + 1, ((SampledToken(1),),), 0.1, 0.1),
+        StepResult(step.step_id, (), 0.1, 0.1),
+    ):
         with pytest.raises(EngineError, match="does not belong"):
             scheduler.update(step, wrong, 0.0)
-    scheduler.update(step, StepResult(step.step_id, (SampledToken(1),), 0.1, 0.1), 0.0)
+    scheduler.update(step, StepResult(step.step_id, ((SampledToken(1),),), 0.1, 0.1), 0.0)
     with pytest.raises(EngineError, match="does not belong"):
-        scheduler.update(step, StepResult(step.step_id, (SampledToken(1),), 0.1, 0.1), 0.0)
+        scheduler.update(step, StepResult(step.step_id, ((SampledToken(1),),), 0.1, 0.1), 0.0)
 
 
 def test_a_runner_that_keeps_its_own_cache_needs_no_blocks() -> None:
@@ -366,7 +369,7 @@ def test_a_runner_that_keeps_its_own_cache_needs_no_blocks() -> None:
         step = scheduler.schedule(0.0)
         assert step is not None
         assert (step.num_blocks, step.decode[0].block_tables) == ((), ())
-        scheduler.update(step, StepResult(step.step_id, (SampledToken(1),), 0.1, 0.1), 0.0)
+        scheduler.update(step, StepResult(step.step_id, ((SampledToken(1),),), 0.1, 0.1), 0.0)
     assert request.finish_reason is FinishReason.LENGTH
     released = scheduler.schedule(0.0)
     assert released is not None

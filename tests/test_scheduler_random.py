@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from helpers_scheduler import BLOCK_SIZE, VOCABULARY, Driver, make_request, make_scheduler
 
-from mlxserve.core.request import FinishReason, Request, RequestStatus
+from mlxserve.core.request import FinishReason, Request, RequestStatus, Speculation
 from mlxserve.core.step import ScheduledStep
 from mlxserve.errors import ContextLengthExceeded, QueueFull
 
@@ -28,6 +28,7 @@ class RandomLoad:
             "max_queue": self.random.choice([2, 20, 60]),
             "enable_prefix_caching": self.random.random() < 0.85,
             "target_itl_ms": self.random.choice([1.0, 20.0, 100.0]),
+            "draft_model": self.random.choice([None, "d"]),
         }
         self.scheduler = make_scheduler(self.max_blocks, **(settings | fixed))
         self.driver = Driver(self.scheduler, seed, runs_ahead=runs_ahead)
@@ -62,6 +63,7 @@ class RandomLoad:
             deadline=self.driver.now + rng.choice([0.01, 0.2, 1.0]) if rng.random() < 0.1 else None,
             priority=rng.choice([0, 0, 0, 1, -1, 1000, -1000]),
             cache_salt=rng.choice([None, None, None, "a", "b"]),
+            speculation=rng.choice([*Speculation]),
         )
 
     def add(self, request: Request) -> None:
@@ -130,7 +132,9 @@ def test_random_loads_compute_what_each_request_gives_alone(runs_ahead: bool) ->
     assert sum(load.scheduler.stats().num_preemptions for load in loads) > 0
     assert sum(load.scheduler.stats().num_prefix_hit_tokens for load in loads) > 0
     assert sum(load.driver.runner.num_copied_tokens for load in loads) > 0
-    assert (sum(load.driver.num_steps_ahead for load in loads) > 1_000) == runs_ahead
+    assert (sum(load.driver.num_steps_ahead for load in loads) > 500) == runs_ahead
+    assert sum(load.scheduler.stats().num_draft_tokens for load in loads) > 1_000
+    assert sum(load.scheduler.stats().num_accepted_tokens for load in loads) > 100
     assert {reason for load in loads for reason in load.driver.outcomes.values()} == {
         FinishReason.STOP,
         FinishReason.LENGTH,

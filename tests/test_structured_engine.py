@@ -6,15 +6,16 @@ import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import mlx.nn as nn
 import pytest
 import tiny_models
 import tiny_tokenizers
 from helpers_arrivals import Answers, serve
 
 from mlxserve.core.constraint import ConstrainedRow, Grammar, MaskSource, TokenMasks
-from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.step import RequestOutput, ScheduledStep, StepResult
+from mlxserve.core.step import DecodeRow, RequestOutput, ScheduledStep, StepResult
 from mlxserve.engine import engine as engine_module
 from mlxserve.engine.build import build_engine
 from mlxserve.engine.engine import Engine
@@ -52,14 +53,19 @@ def request(name: str, pattern: str | None, *, max_tokens: int = 50, **sampling:
     return dataclasses.replace(made, eos_token_ids=tokenizer().eos_token_ids, constraint=constraint)
 
 
-def requests() -> list[Request]:
-    return [request(f"{index}", pattern) for index, pattern in enumerate(PATTERNS)]
+def requests(speculation: Speculation = Speculation.AUTO) -> list[Request]:
+    made = [request(f"{index}", pattern) for index, pattern in enumerate(PATTERNS)]
+    for each in made:
+        each.speculation = speculation
+    return made
 
 
-def build(name: str = "llama", *, run_ahead: bool = False, **settings: Any) -> Engine:
+def build(name: str = "llama", *, run_ahead: bool = False, draft: nn.Module | None = None, **settings: Any) -> Engine:
     loaded = tiny_models.loaded(tiny_models.build(name))
     config = tiny_models.engine_config(**settings)
-    return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH, run_ahead=run_ahead).engine
+    length = tiny_models.CONTEXT_LENGTH
+    loaded_draft = None if draft is None else tiny_models.loaded(draft)
+    return build_engine(loaded, config, device.detect(), length, run_ahead=run_ahead, draft=loaded_draft).engine
 
 
 def at_once(engine: Engine, made: Sequence[Request]) -> dict[str, list[int]]:
@@ -132,6 +138,29 @@ def test_logits_are_launched_before_masks_are_computed_and_steps_stay_plain(monk
     assert any(0 < sum(row.is_constrained for row in step.decode) < len(step.decode) for step in steps)
 
 
+# --- drafts ---
+
+
+@pytest.mark.parametrize("draft_seed", [None, 1], ids=["of the text", "of a draft model"])
+def test_drafts_within_a_grammar_change_no_answer(monkeypatch: pytest.MonkeyPatch, draft_seed: int | None) -> None:
+    drafted: list[DecodeRow] = []
+    stock = ModelRunner.run
+
+    def run(self: ModelRunner, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
+        drafted.extend(row for row in step.decode if row.num_drafts)
+        return stock(self, step, masks)
+
+    monkeypatch.setattr(ModelRunner, "run", run)
+    kind = Speculation.NGRAM if draft_seed is None else Speculation.DRAFT
+    draft = None if draft_seed is None else tiny_models.build("llama", seed=draft_seed)
+    made = requests(kind)
+    assert at_once(build(draft=draft), made) == expected()
+    assert any(row.is_constrained for row in drafted)
+    # The draft model knows of no grammar, so its drafts are mostly not allowed.
+    if kind is Speculation.NGRAM:
+        assert any(request.num_accepted_tokens for request in made if request.constraint is not None)
+
+
 # --- one step ahead ---
 
 
@@ -147,7 +176,7 @@ def test_steps_ahead_have_constrained_rows_too(monkeypatch: pytest.MonkeyPatch) 
         return stock(self, step, after, masks)
 
     monkeypatch.setattr(ModelRunner, "start", start)
-    assert at_once(build(run_ahead=True), requests()) == expected()
+    assert at_once(build(run_ahead=True), requests(Speculation.OFF)) == expected()
     assert num_ahead > 20
 
 
@@ -218,20 +247,20 @@ def test_a_constraint_that_fails_ends_its_own_request(
         }
         return TokenMasks(masks.num_rows, masks.bits, {**masks.failures, **failures})
 
-    made = requests()
-    undisturbed = at_once(build(name), made)
-    made = requests()
+    undisturbed = at_once(build(name), requests())
+    # Drafts would have it take several tokens at a time.
+    made = requests(Speculation.OFF)
     victim = made[2].constraint
     assert victim is not None
     monkeypatch.setattr(engine_module, "compute_masks", failing)
     outputs = outputs_of(build(name, run_ahead=run_ahead), made)
     last = outputs["2"][-1]
-    assert (last.finish_reason, last.token) == (FinishReason.ERROR, None)
+    assert (last.finish_reason, last.tokens) == (FinishReason.ERROR, ())
     assert last.error == "the answer cannot go on within its grammar: why"
-    assert [output.token.token_id for output in outputs["2"][:-1] if output.token] == undisturbed["2"][:6]
+    assert [token.token_id for output in outputs["2"][:-1] for token in output.tokens] == undisturbed["2"][:6]
     for request_id, ids in undisturbed.items():
         if request_id != "2":
-            assert [output.token.token_id for output in outputs[request_id] if output.token] == ids
+            assert [token.token_id for output in outputs[request_id] for token in output.tokens] == ids
             assert all(output.error is None for output in outputs[request_id])
 
 

@@ -27,7 +27,7 @@ SAMPLINGS = [
 def rows_of(constrained: list[bool], params: list[SamplingParams] | None = None) -> list[DecodeRow]:
     params = params or [SamplingParams()] * len(constrained)
     return [
-        DecodeRow(f"{index}", 0, 0, ((1,),), row_params, index, index, is_constrained)
+        DecodeRow(f"{index}", 0, 0, ((1,),), row_params, index, index, is_constrained=is_constrained)
         for index, (row_params, is_constrained) in enumerate(zip(params, constrained, strict=True))
     ]
 
@@ -53,7 +53,7 @@ CONSTRAINED = [True, False, True, True, False, True]
 @pytest.mark.parametrize("vocab_size", [NUM_TOKENS, 80, 41, 100, 200])
 def test_what_is_not_allowed_is_impossible_and_the_rest_unchanged(allowed, vocab_size, dtype):
     logits = mx.array(np.random.default_rng(2).normal(size=(6, vocab_size)).astype(np.float32) * 5).astype(dtype)
-    out = apply_masks(logits, rows_of(CONSTRAINED), masks_of(allowed))
+    out = apply_masks(logits, rows_of(CONSTRAINED), masks=masks_of(allowed))
     assert out.dtype == dtype
     kept = np.zeros((6, vocab_size), bool)
     width = min(vocab_size, NUM_TOKENS)
@@ -69,7 +69,7 @@ def test_every_kind_of_sampling_chooses_what_is_allowed_and_other_rows_what_they
         logits = mx.array(rng.normal(size=(6, 120)).astype(np.float32) * 4)
         params = [SAMPLINGS[int(index)] for index in rng.integers(len(SAMPLINGS), size=6)]
         rows = rows_of(CONSTRAINED, params)
-        chosen = Sampler(num_candidates=16).sample(logits, rows, masks_of(allowed)).token_ids.tolist()
+        chosen = Sampler(num_candidates=16).sample(logits, rows, masks=masks_of(allowed)).token_ids.tolist()
         free = Sampler(num_candidates=16).sample(logits, rows).token_ids.tolist()
         for index, is_constrained in enumerate(CONSTRAINED):
             if is_constrained:
@@ -85,7 +85,7 @@ def test_a_mask_changes_the_distribution_as_if_the_others_had_no_probability(all
     only = np.where(allowed, logits, -np.inf)
     for params in SAMPLINGS:
         rows = rows_of([True] * 6, [params] * 6)
-        masked = Sampler().sample(mx.array(logits), rows, masks_of(allowed)).token_ids.tolist()
+        masked = Sampler().sample(mx.array(logits), rows, masks=masks_of(allowed)).token_ids.tolist()
         assert masked == Sampler().sample(mx.array(only), rows).token_ids.tolist()
 
 
@@ -94,7 +94,7 @@ def test_one_allowed_token_is_chosen(allowed):
     allowed[np.arange(6), [0, 95, 31, 32, 63, 64]] = True
     logits = mx.array(np.random.default_rng(5).normal(size=(6, 99)).astype(np.float32) * 50)
     for params in SAMPLINGS:
-        chosen = Sampler().sample(logits, rows_of([True] * 6, [params] * 6), masks_of(allowed)).token_ids.tolist()
+        chosen = Sampler().sample(logits, rows_of([True] * 6, [params] * 6), masks=masks_of(allowed)).token_ids.tolist()
         assert chosen == [0, 95, 31, 32, 63, 64]
 
 
@@ -102,7 +102,7 @@ def test_logprobs_are_those_of_the_model(allowed):
     logits = np.random.default_rng(6).normal(size=(6, NUM_TOKENS)).astype(np.float32)
     rows = rows_of(CONSTRAINED, [SamplingParams(num_logprobs=2)] * 6)
     exact = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-    for index, token in enumerate(Sampler().sample(mx.array(logits), rows, masks_of(allowed)).collect()):
+    for index, token in enumerate(Sampler().sample(mx.array(logits), rows, masks=masks_of(allowed)).collect()):
         assert token.logprobs is not None
         assert token.logprobs.logprob == pytest.approx(exact[index, token.token_id], abs=1e-5)
         assert [token_id for token_id, _ in token.logprobs.top] == np.argsort(-exact[index])[:2].tolist()

@@ -113,9 +113,9 @@ FALLBACK: dict[str, dict[str, Any]] = {
 """Architectures that run on mlx-lm's own caches, likewise."""
 
 
-def build(name: str, *, seed: int = 0) -> nn.Module:
+def build(name: str, *, seed: int = 0, vocab_size: int = VOCABULARY) -> nn.Module:
     """A model with weights large enough that attention and position decide its answers."""
-    config = _COMMON | (BLOCK_CACHE | FALLBACK)[name]
+    config = _COMMON | (BLOCK_CACHE | FALLBACK)[name] | {"vocab_size": vocab_size}
     architecture = importlib.import_module(f"mlx_lm.models.{config['model_type']}")
     model = architecture.Model(architecture.ModelArgs.from_dict(config))
     key = mx.random.key(seed)
@@ -174,8 +174,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> dict[str, list[SampledTo
         engine.add(request)
     while engine.has_work:
         for output in engine.step():
-            if output.token is not None:
-                tokens[output.request_id].append(output.token)
+            tokens[output.request_id] += output.tokens
             if output.finish_reason is not None:
                 reasons[output.request_id] = output.finish_reason
         engine.check_integrity()

@@ -91,6 +91,8 @@ class EngineCollector(Collector):
                 lambda s: s.num_prefix_queried_tokens,
             ),
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
+            "spec_decode_num_draft_tokens": ("Drafts computed", lambda s: s.num_draft_tokens),
+            "spec_decode_num_accepted_tokens": ("Drafts that were right", lambda s: s.num_accepted_tokens),
             "num_preemptions": ("Requests put back to make room", lambda s: s.num_preemptions),
         }
         stats = self._stats()

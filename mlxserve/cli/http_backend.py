@@ -158,6 +158,8 @@ class _AnswerReader:
                 num_prompt_tokens=self._usage.get("prompt_tokens", 0),
                 num_cached_tokens=details.get("cached_tokens", 0),
                 num_generated_tokens=self._usage.get("completion_tokens", 0),
+                num_draft_tokens=int(self._timings.get("draft_n", 0)),
+                num_accepted_tokens=int(self._timings.get("draft_n_accepted", 0)),
             ),
             timings=Timings(
                 front_end=front_end / 1e3,

@@ -10,6 +10,10 @@ Host = Annotated[str | None, typer.Option(metavar="H", help="Address of the serv
 Port = Annotated[int | None, typer.Option(metavar="N", help="Port of the server.  [11711]")]
 Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads; no effect on a GPU.")]
 
+# Hidden: the help would not fit a screen with them; docs/cli.md has them.
+Speculation = Annotated[str | None, typer.Option(metavar="KIND", hidden=True)]
+DraftModel = Annotated[str | None, typer.Option(metavar="M", hidden=True)]
+
 
 def parse_size_option(text: str) -> int:
     try:

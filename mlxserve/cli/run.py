@@ -11,7 +11,7 @@ from mlxserve.cli.addresses import client_url
 from mlxserve.cli.answer import Answer, show_answer
 from mlxserve.cli.chat_backend import ChatBackend, LocalBackend, Message, open_backend
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import Host, Port, Threads
+from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.cli.statistics import statistics_lines
 from mlxserve.errors import ConfigError
@@ -33,6 +33,8 @@ def run(
         str | None, typer.Option(metavar="json|FILE", help="Answer in JSON, or by FILE's JSON schema.")
     ] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="N", help="Context length, in tokens.")] = None,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
     threads: Threads = None,
     host: Host = None,
     port: Port = None,
@@ -43,7 +45,8 @@ def run(
 
     Example: git diff | mlxserve run qwen3-4b 'Write a commit message'
     """
-    settings = config.resolve({"max_model_len": max_model_len, "threads": threads, "host": host, "port": port})
+    flags = {"max_model_len": max_model_len, "speculation": speculation, "draft_model": draft_model}
+    settings = config.resolve({**flags, "threads": threads, "host": host, "port": port})
     engine_config, server_config = config.build(settings)
     quiet = settings["log_level"].origin == "default"
     logs.configure("warning" if quiet else server_config.log_level)

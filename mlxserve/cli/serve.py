@@ -15,7 +15,7 @@ import typer
 from mlxserve import __version__, blas, config
 from mlxserve.cli import addresses, console, logs
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import Host, Port, Threads, parse_size_option
+from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_size_option
 from mlxserve.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -57,6 +57,8 @@ def serve(
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its start.")
     ] = False,
+    speculation: Speculation = None,
+    draft_model: DraftModel = None,
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
     threads: Threads = None,
@@ -78,6 +80,8 @@ def serve(
         kv_cache_bytes=kv_cache_bytes,
         target_itl_ms=target_itl_ms,
         enable_prefix_caching=False if no_prefix_caching else None,
+        speculation=speculation,
+        draft_model=draft_model,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         threads=threads,
@@ -143,12 +147,15 @@ async def _serve(
 
     registry = Registry()
     metrics = Metrics()
+    if engine_config.draft_model is not None:
+        draft_name = _served_name(registry, engine_config.draft_model)
+        engine_config = dataclasses.replace(engine_config, draft_model=draft_name)
     # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
     host = ModelHost(engine_config, registry, observer=metrics)
     try:
         await host.start()
         models = [_served_name(registry, name) for name in models]
-        if await signals.interrupts(asyncio.create_task(_load(host, registry, models))):
+        if await signals.interrupts(asyncio.create_task(_load(host, registry, models, engine_config.draft_model))):
             logger.info("stopped while a model was loading")
             console.leave(0)
         server = HttpServer(
@@ -184,10 +191,13 @@ def _served_name(registry: "Registry", name: str) -> str:
     return alias
 
 
-async def _load(host: "ModelHost", registry: "Registry", models: list[str]) -> None:
+async def _load(host: "ModelHost", registry: "Registry", models: list[str], draft_model: str | None) -> None:
     from mlxserve.store import hub
 
     display = LoadDisplay()
+    if draft_model is not None:
+        source = registry.resolve(draft_model, allow_paths=False)
+        await asyncio.to_thread(hub.ensure_local, source, display.progress)
     for name in models:
         with display.loading(name):
             await asyncio.to_thread(hub.ensure_local, registry.resolve(name, allow_paths=False), display.progress)

@@ -20,6 +20,7 @@ def statistics_lines(finished: Finished, load_seconds: float = 0.0) -> list[str]
         ("prompt eval rate", _rate(num_computed, timings.prefill)),
         ("eval count", _count(usage.num_generated_tokens)),
         ("eval duration", _seconds(timings.decode)),
+        ("drafts accepted", _share(usage.num_accepted_tokens, usage.num_draft_tokens)),
         # The first token belongs to the prefill; the decode time is that of the others.
         ("eval rate", _rate(usage.num_generated_tokens - 1, timings.decode)),
     ]
@@ -58,6 +59,10 @@ def _seconds(value: float) -> str:
 
 def _count(value: int) -> str:
     return f"{value} token(s)" if value > 0 else ""
+
+
+def _share(count: int, total: int) -> str:
+    return f"{count} of {total} ({count / total:.0%})" if total > 0 else ""
 
 
 def _rate(count: int, seconds: float) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxserve.core.constraint import Grammar
-from mlxserve.core.request import FinishReason
+from mlxserve.core.request import FinishReason, Speculation
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken
 
@@ -51,6 +51,8 @@ class GenerationRequest:
     cache_salt: str | None = None
     grammar: Grammar | None = None
     """What the answer must be."""
+    speculation: Speculation | None = None
+    """None: the server's setting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +60,10 @@ class Usage:
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_draft_tokens: int = 0
+    """Guesses at generated tokens that were computed."""
+    num_accepted_tokens: int = 0
+    """Of these, the ones that were right."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,18 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+class Speculation(enum.StrEnum):
+    """Who may guess at a request's next tokens. Guesses change how fast an answer comes, never what it says."""
+
+    AUTO = "auto"
+    """Whoever is expected to make it faster, if anybody."""
+    NGRAM = "ngram"
+    """The text so far: where its last tokens stood before, the answer may go on as it did there. Not weighed."""
+    DRAFT = "draft"
+    """The draft model. Not weighed."""
+    OFF = "off"
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence on its way through the scheduler. Only the engine thread touches it after admission.
@@ -54,6 +66,7 @@ class Request:
     """Requests share cached prefix blocks only with requests of the same salt."""
     constraint: "TokenConstraint | None" = None
     """What its answer must be; it is this request's own."""
+    speculation: Speculation = Speculation.AUTO
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
@@ -65,6 +78,10 @@ class Request:
     num_preemptions: int = 0
     num_bypassed: int = 0
     """Newer requests that were started while this one waited for cache blocks."""
+    num_draft_tokens: int = 0
+    """Guesses at its tokens that were computed."""
+    num_accepted_tokens: int = 0
+    """Of these, the ones that were right."""
     finish_reason: FinishReason | None = None
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
     """Of the prompt's tokens after its first one, as far as they are computed; only where sampling asks for them."""

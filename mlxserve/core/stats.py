@@ -24,6 +24,10 @@ class EngineStats:
     """Prompt tokens looked up in the prefix cache since start."""
     num_prefix_hit_tokens: int
     """Of these, the ones that were found."""
+    num_draft_tokens: int
+    """Drafts computed since start."""
+    num_accepted_tokens: int
+    """Of these, the ones that became tokens of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,11 +5,16 @@ A step has two kinds of work. Runner order is the order of the fields: copies, p
 | kind         | tokens            | logits | needs                                             |
 |--------------|-------------------|--------|---------------------------------------------------|
 | PrefillChunk | n >= 1 of a prompt| no     | block tables that cover start + n positions       |
-| DecodeRow    | exactly 1         | yes    | block tables that cover start + 1 positions       |
+| DecodeRow    | 1 and its drafts  | yes    | block tables that cover start + 1 + drafts        |
 
 The last known token of a sequence is always a decode row, also the last token of a prompt: it is the only
 position whose logits anybody wants, but where log-probabilities of the prompt are asked for. A chunk that ends at the
 second-to-last token may stand in the same step as that sequence's decode row.
+
+A row may carry drafts: guesses at the tokens after it, computed in the same pass at the positions after its own. A
+token is chosen at each of these positions as if all drafts before it were right, and counts as long as they were. Token
+i of an answer depends on the tokens before it and on its own random number alone, so what counts is what steps of one
+token each would have chosen.
 
 Both objects are plain and picklable: a step can be logged, replayed, or sent to other ranks.
 """
@@ -40,8 +45,17 @@ class PrefillChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """Drafts that the draft model is to make for a row."""
+
+    num_tokens: int
+    missing: tuple[int, ...] = ()
+    """The tokens right before the row's own whose keys and values the draft model has not computed yet."""
+
+
+@dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """Compute position `start`, whose token is `token_id`, and choose the token after it."""
+    """Compute position `start`, whose token is `token_id`, and choose the token after it; then go on by the drafts."""
 
     request_id: str
     token_id: int | None
@@ -59,6 +73,14 @@ class DecodeRow:
     """Tokens that must not be chosen here: those that would end an answer before its min_tokens."""
     is_constrained: bool = False
     """Its token must be one that the request's constraint allows: the runner asks for the mask (core/constraint.py)."""
+    draft_token_ids: tuple[int, ...] = ()
+    """Guesses at the tokens of positions start + 1 and up."""
+    draft_order: DraftOrder | None = None
+    """The draft model is to make them; then draft_token_ids is empty."""
+
+    @property
+    def num_drafts(self) -> int:
+        return len(self.draft_token_ids) if self.draft_order is None else self.draft_order.num_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +129,8 @@ class SampledToken:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     step_id: int
-    tokens: tuple[SampledToken, ...]
-    """One for each decode row, in order."""
+    tokens: tuple[tuple[SampledToken, ...], ...]
+    """Of each decode row, in order: the drafts that were right, and the token after them."""
     prefill_time: float
     """Seconds spent on copies and prefill chunks."""
     decode_time: float | None
@@ -125,10 +147,14 @@ class RequestOutput:
     """What one step did to one request: scheduler.update() gives these to the engine for delivery."""
 
     request_id: str
-    token: SampledToken | None
-    """The token generated in this step, if any."""
+    tokens: tuple[SampledToken, ...]
+    """The tokens generated in this step: none, one, or several where drafts were right."""
     num_computed_tokens: int
     num_cached_tokens: int
+    num_draft_tokens: int = 0
+    """Drafts computed for it so far."""
+    num_accepted_tokens: int = 0
+    """Of these, the ones that became tokens of the answer."""
     finish_reason: FinishReason | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     """With the first token, where they are asked for: of all tokens of the prompt but its first one."""

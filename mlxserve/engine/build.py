@@ -20,11 +20,13 @@ from mlxserve.runner import cpu_ops, device, probe
 from mlxserve.runner.attention import paths
 from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
 from mlxserve.runner.device import Device
+from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.fallback_runner import FallbackRunner
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
 from mlxserve.runner.rotary import Rotations
 from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.drafting import Drafting
 from mlxserve.scheduler.scheduler import Scheduler
 from mlxserve.store.loader import LoadedModel
 
@@ -45,6 +47,7 @@ class BuiltEngine:
     context_length: int
     """Tokens a sequence may have: the model's length, or less where the settings or the cache's memory say so."""
     uses_block_cache: bool
+    has_draft_model: bool = False
 
 
 def configure_device() -> Device:
@@ -56,15 +59,23 @@ def configure_device() -> Device:
 
 
 def build_engine(
-    loaded: LoadedModel, config: EngineConfig, found: Device, context_length: int, *, run_ahead: bool | None = None
+    loaded: LoadedModel,
+    config: EngineConfig,
+    found: Device,
+    context_length: int,
+    *,
+    draft: LoadedModel | None = None,
+    run_ahead: bool | None = None,
 ) -> BuiltEngine:
     """An engine that has run its kernels once and knows about how long its steps take.
 
+    `draft`: a smaller model of the same vocabulary that makes drafts for it.
     `run_ahead`: whether streams are computed one step ahead of their results, where the model allows it; None: whatever
     measures faster.
 
     Raises:
-        ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length.
+        ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length; or there is a
+            draft model and one of the two runs on mlx-lm's own caches.
     """
     started = time.perf_counter()
     runner: Runner
@@ -73,20 +84,28 @@ def build_engine(
         paged = _paged_model(loaded, config, found)
     except UnsupportedByBlockCache as reason:
         logger.info("%s runs on mlx-lm's own caches, without batching: %s", loaded.name, reason)
+        if draft is not None:
+            raise ModelLoadError(
+                f"{loaded.name} runs on mlx-lm's own caches ({reason}), where nothing can be drafted; "
+                "serve it without draft_model",
+                model=loaded.name,
+            ) from reason
         runner = FallbackRunner(loaded.model, max_pass_tokens=found.max_pass_tokens)
         config = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, MAX_FALLBACK_SEQS))
         max_blocks = initial_blocks = 0
     else:
-        runner = ahead_runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens)
-        max_blocks = _max_blocks(loaded, config, found, paged.storage.bytes_per_block)
-        initial_blocks = _initial_blocks(config, max_blocks, paged.storage.bytes_per_block)
+        draft_model = None if draft is None else _draft_model(draft, loaded, config, found)
+        runner = ahead_runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens, draft_model=draft_model)
+        bytes_per_block = paged.storage.bytes_per_block + (draft_model.bytes_per_block if draft_model else 0)
+        max_blocks = _max_blocks(loaded, config, found, bytes_per_block)
+        initial_blocks = _initial_blocks(config, max_blocks, bytes_per_block)
         context_length = min(context_length, (max_blocks - 1) * config.block_size)
     budget = PrefillBudget(
         max_prefill_tokens=config.max_prefill_tokens or found.max_prefill_tokens,
         target_itl=config.target_itl_ms / 1000,
     )
     num_blocks = (initial_blocks,) if max_blocks else ()
-    warm_up.run(runner, budget, config, num_blocks)
+    warm_up.run(runner, budget, config, num_blocks, has_draft_model=draft is not None)
     if ahead_runner is not None:
         if run_ahead is None:
             run_ahead = warm_up.gains_by_running_ahead(ahead_runner, config, num_blocks)
@@ -99,8 +118,26 @@ def build_engine(
         f"{max_blocks} KV blocks of {config.block_size} tokens" if max_blocks else "no block cache",
         time.perf_counter() - started,
     )
-    make_scheduler = _scheduler_maker(loaded.name, config, budget, max_blocks, initial_blocks)
-    return BuiltEngine(Engine(runner, make_scheduler, ahead_runner), context_length, uses_block_cache=max_blocks > 0)
+    drafting = Drafting(budget, takes_drafts=max_blocks > 0, has_draft_model=draft is not None)
+    make_scheduler = _scheduler_maker(loaded.name, config, budget, drafting, max_blocks, initial_blocks)
+    return BuiltEngine(
+        Engine(runner, make_scheduler, ahead_runner),
+        context_length,
+        uses_block_cache=max_blocks > 0,
+        has_draft_model=draft is not None,
+    )
+
+
+def _draft_model(draft: LoadedModel, loaded: LoadedModel, config: EngineConfig, found: Device) -> DraftModel:
+    try:
+        paged = _paged_model(draft, config, found)
+    except UnsupportedByBlockCache as reason:
+        raise ModelLoadError(
+            f"{draft.name} cannot be the draft model, as it runs on mlx-lm's own caches ({reason}); choose another",
+            model=draft.name,
+        ) from reason
+    # Never evaluated: the shape is known without.
+    return DraftModel(paged, vocab_size=loaded.model(mx.array([[0]])).shape[-1])
 
 
 def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> PagedModel:
@@ -150,7 +187,12 @@ def _initial_blocks(config: EngineConfig, max_blocks: int, bytes_per_block: int)
 
 
 def _scheduler_maker(
-    model_id: str, config: EngineConfig, budget: PrefillBudget, max_blocks: int, initial_blocks: int
+    model_id: str,
+    config: EngineConfig,
+    budget: PrefillBudget,
+    drafting: Drafting,
+    max_blocks: int,
+    initial_blocks: int,
 ) -> Callable[[], Scheduler]:
     def make() -> Scheduler:
         groups = [FullAttentionGroup(BlockPool(max_blocks, initial_blocks), config.block_size)] if max_blocks else []
@@ -160,6 +202,6 @@ def _scheduler_maker(
             model_id=model_id,
             enable_prefix_caching=config.enable_prefix_caching,
         )
-        return Scheduler(config, kv, budget)
+        return Scheduler(config, kv, budget, drafting)
 
     return make

@@ -121,7 +121,8 @@ class Engine:
         return self._scheduler.update(step, result, time.monotonic())
 
     def _masks(self, step: ScheduledStep, pending: Mapping[str, int]) -> TokenMasks:
-        return compute_masks(self._scheduler.constrained_rows(step, pending), len(step.decode))
+        num_rows = sum(1 + len(row.draft_token_ids) for row in step.decode)
+        return compute_masks(self._scheduler.constrained_rows(step, pending), num_rows)
 
     def rebuild(self, *, keep_requests: bool) -> list[RequestOutput]:
         """Start over with an empty cache, on the same weights.

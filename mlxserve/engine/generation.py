@@ -21,7 +21,7 @@ from mlxserve.core.generation import (
     Timings,
     Usage,
 )
-from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams, sample_seed
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord
 from mlxserve.core.step import SampledToken, TokenLogprobs
@@ -60,6 +60,8 @@ class ModelDescription:
     load_seconds: float
     created: int
     """Unix time of the load."""
+    speculation: frozenset[Speculation] = frozenset({Speculation.AUTO, Speculation.OFF})
+    """The kinds a request may ask for."""
 
 
 class ServedModel:
@@ -119,7 +121,7 @@ class ServedModel:
 
         Raises:
             InvalidParameter: the prompt cannot be rendered or tokenised, a token id is unknown, the grammar cannot be
-                enforced, or a request of this id is in flight.
+                enforced, the model cannot speculate as asked, or a request of this id is in flight.
             ContextLengthExceeded: the prompt leaves no room for an answer.
             QueueFull: too many requests are waiting already.
             EngineDead: the engine computes nothing any more, or the server is stopping.
@@ -205,6 +207,7 @@ class ServedModel:
             priority=request.priority,
             cache_salt=request.cache_salt,
             constraint=constraint,
+            speculation=self._speculation(request),
         )
         generation = Generation(
             engine_request,
@@ -273,6 +276,21 @@ class ServedModel:
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
             )
 
+    def _speculation(self, request: GenerationRequest) -> Speculation:
+        """Raises InvalidParameter: the request asks for a kind that this model does not have."""
+        kinds, asked = self.description.speculation, request.speculation
+        if asked is None:
+            default = Speculation(self._config.speculation)
+            # A setting is for all models, also those that cannot do it.
+            return default if default in kinds else Speculation.AUTO
+        if asked in kinds:
+            return asked
+        if asked is Speculation.DRAFT:
+            reason = f"{self.name} has no draft model; start the server with --draft-model, or ask for 'ngram'"
+        else:
+            reason = f"{self.name} runs on mlx-lm's own caches and cannot speculate; leave it out"
+        raise InvalidParameter(f"speculation {asked.value!r}: {reason}", param="speculation")
+
     def _observe_interval(self, seconds: float) -> None:
         if self._observer is not None:
             self._observer.inter_token_latency(self.name, seconds)
@@ -288,7 +306,7 @@ class ServedModel:
         rate = usage.num_generated_tokens - 1
         logger.info(
             "request id=%s model=%s prompt_tokens=%d cached_tokens=%d generated_tokens=%d ttft=%.3fs tokens_per_s=%.1f "
-            "finish=%s",
+            "drafts_accepted=%d/%d finish=%s",
             request_id,
             self.name,
             usage.num_prompt_tokens,
@@ -296,6 +314,8 @@ class ServedModel:
             usage.num_generated_tokens,
             timings.time_to_first_token,
             rate / timings.decode if rate > 0 and timings.decode > 0 else 0.0,
+            usage.num_accepted_tokens,
+            usage.num_draft_tokens,
             outcome,
         )
         if self._observer is not None:
@@ -336,19 +356,22 @@ class Generation:
         self._ready: deque[GenerationEvent | MlxserveError] = deque()
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
+        self._num_draft_tokens = 0
+        self._num_accepted_tokens = 0
         self._ended = False
 
     def receive(self, item: Computed | MlxserveError) -> None:
         """Take what the engine did to this request. The engine thread's deliveries call this on the event loop."""
         if self._ended:
             return
-        if isinstance(item, Computed) and item.output.token is not None:
+        if isinstance(item, Computed):
             timeline = self._timeline
-            if timeline.first_token is None:
-                timeline.first_token = item.time
-            elif timeline.last_token is not None:
-                self._on_token_interval(item.time - timeline.last_token)
-            timeline.last_token = item.time
+            for _ in item.output.tokens:
+                if timeline.first_token is None:
+                    timeline.first_token = item.time
+                elif timeline.last_token is not None:
+                    self._on_token_interval(item.time - timeline.last_token)
+                timeline.last_token = item.time
         self._arrivals.put_nowait(item)
 
     def cancel(self, why: str = "the client went away") -> None:
@@ -389,16 +412,21 @@ class Generation:
                 return
             output = item.output
             self._num_cached_tokens = output.num_cached_tokens
-            if output.token is not None:
+            self._num_draft_tokens = output.num_draft_tokens
+            self._num_accepted_tokens = output.num_accepted_tokens
+            # The token that ended the answer (end of sequence, stop token) is counted but is no part of it.
+            num_shown = len(output.tokens) - (output.finish_reason is FinishReason.STOP)
+            for number, token in enumerate(output.tokens, 1):
                 self._num_generated_tokens += 1
                 if self._num_generated_tokens == 1 and self._request.sampling.prompt_logprobs is not None:
                     self._ready.append(self._prompt_logprobs(output.prompt_logprobs))
-                # The token that ended the answer (end of sequence, stop token) is counted but is no part of it.
-                if output.finish_reason is not FinishReason.STOP:
-                    tokens.append(output.token)
-                    piece = self._detokenizer.add(output.token.token_id)
+                if number <= num_shown:
+                    tokens.append(token)
+                    piece = self._detokenizer.add(token.token_id)
                     is_free = self._num_generated_tokens <= self._request.sampling.min_tokens
                     text.append(piece if is_free else self._stop_strings.push(piece))
+                if self._stop_strings.matched is not None:
+                    break
             reason = output.finish_reason
             if reason is not None and self._stop_strings.matched is None:
                 text.append(self._stop_strings.push(self._detokenizer.finish()))
@@ -438,7 +466,13 @@ class Generation:
         self._ended = True
         self._timeline.scheduled = self._request.first_scheduled_time
         self._timeline.finished = time.monotonic()
-        usage = Usage(self.num_prompt_tokens, self._num_cached_tokens, self._num_generated_tokens)
+        usage = Usage(
+            self.num_prompt_tokens,
+            self._num_cached_tokens,
+            self._num_generated_tokens,
+            self._num_draft_tokens,
+            self._num_accepted_tokens,
+        )
         timings = self._timeline.timings()
         if isinstance(last, FinishReason):
             self._ready.append(Finished(last, self._stop_strings.matched, usage, timings))

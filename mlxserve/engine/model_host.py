@@ -9,14 +9,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.request import Speculation
 from mlxserve.core.stats import EngineStats, Observer
 from mlxserve.engine import build
+from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.generation import ModelDescription, ServedModel
-from mlxserve.errors import DownloadError, EngineDead, ModelNotFound
+from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
 from mlxserve.runner import device
 from mlxserve.runner.device import Device
 from mlxserve.store import hub, loader
+from mlxserve.store.loader import LoadedModel
 from mlxserve.store.model_source import HubRepo, ModelSource
 from mlxserve.store.registry import Registry
 from mlxserve.text.tokenizer import Tokenizer
@@ -183,9 +186,10 @@ class ModelHost:
             thread.call(lambda: loader.load(path, name=source.name, dtype_policy=found.dtype_policy))
         )
         tokenizer = await loop.run_in_executor(self._executor, Tokenizer, loaded.tokenizer, loaded.eos_token_ids)
+        draft = await self._load_draft(source, tokenizer, thread, found)
         context_length = self._context_length(source, loaded.context_length)
         built = await asyncio.wrap_future(
-            thread.call(lambda: build.build_engine(loaded, self._config, found, context_length))
+            thread.call(lambda: build.build_engine(loaded, self._config, found, context_length, draft=draft))
         )
         await asyncio.wrap_future(thread.call(_exempt_from_collection))
         handle = await asyncio.wrap_future(thread.add_engine(source.name, built.engine))
@@ -209,6 +213,7 @@ class ModelHost:
             default_sampling=dict(source.sampling),
             load_seconds=load_seconds,
             created=int(time.time()),
+            speculation=_kinds_of_speculation(built),
         )
         self._deaths.pop(source, None)
         return ServedModel(
@@ -220,6 +225,32 @@ class ModelHost:
             executor=self._executor,
             observer=self._observer,
         )
+
+    async def _load_draft(
+        self, source: ModelSource, tokenizer: Tokenizer, thread: EngineThread, found: Device
+    ) -> LoadedModel | None:
+        """The draft model for a model of that source; each gets one of its own, since its keys and values are its own.
+
+        Raises:
+            ModelLoadError: its vocabulary is another one.
+        """
+        if self._config.draft_model is None:
+            return None
+        draft_source = self._registry.resolve(self._config.draft_model, allow_paths=self._allow_paths)
+        loop = asyncio.get_running_loop()
+        path = await loop.run_in_executor(None, self._locate, draft_source)
+        draft = await asyncio.wrap_future(
+            thread.call(lambda: loader.load(path, name=draft_source.name, dtype_policy=found.dtype_policy))
+        )
+        draft_tokenizer = await loop.run_in_executor(self._executor, Tokenizer, draft.tokenizer, draft.eos_token_ids)
+        difference = tokenizer.difference(draft_tokenizer)
+        if difference is not None:
+            raise ModelLoadError(
+                f"{draft_source.name} cannot be the draft model of {source.name}: {difference}; "
+                "choose one of the same family, or leave draft_model out",
+                model=source.name,
+            )
+        return draft
 
     def _locate(self, source: ModelSource) -> Path:
         if not self._allow_downloads and isinstance(source.location, HubRepo):
@@ -235,6 +266,15 @@ class ModelHost:
         if self._config.max_model_len is not None and self._config.max_model_len > own:
             logger.warning("%s has a context of %d tokens; max_model_len is more and has no effect", source.name, own)
         return min(limit for limit in limits if limit is not None)
+
+
+def _kinds_of_speculation(built: BuiltEngine) -> frozenset[Speculation]:
+    kinds = {Speculation.AUTO, Speculation.OFF}
+    if built.uses_block_cache:
+        kinds.add(Speculation.NGRAM)
+    if built.has_draft_model:
+        kinds.add(Speculation.DRAFT)
+    return frozenset(kinds)
 
 
 def _exempt_from_collection() -> None:

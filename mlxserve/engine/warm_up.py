@@ -3,6 +3,7 @@
 All steps here work on the scratch block, so they leave nothing behind.
 """
 
+import dataclasses
 import logging
 import statistics
 import time
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.step import BlockTable, DecodeRow, PrefillChunk, ScheduledStep
+from mlxserve.core.step import BlockTable, DecodeRow, DraftOrder, PrefillChunk, ScheduledStep
 from mlxserve.engine.engine import Runner
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.scheduler.budget import PrefillBudget
@@ -19,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 CHUNKS = (16, 64, 256)
 ROWS = (1, 2, 4, 8)
+DRAFTS = (1, 3, 7, 15)
+"""Beside one row: what a stream alone may get."""
 MIXED = ((1, 48, 0), (4, 24, 0), (8, 96, 0), (4, 64, 1536))
 """(rows, tokens of a chunk, its position): the last tells what a long prefix costs, before a stream has to."""
 START = max(CHUNKS)
@@ -28,7 +31,14 @@ MIN_GAIN = 0.02
 """Running ahead costs a discarded row where a stream ends; it has to be worth more."""
 
 
-def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_blocks: tuple[int, ...]) -> None:
+def run(
+    runner: Runner,
+    budget: PrefillBudget,
+    config: EngineConfig,
+    num_blocks: tuple[int, ...],
+    *,
+    has_draft_model: bool = False,
+) -> None:
     """Run a spread of steps twice: the first compiles, the second tells the budget how long they take.
 
     `num_blocks`: the initial size of each group's pool, which the runner makes on the way.
@@ -48,6 +58,9 @@ def run(runner: Runner, budget: PrefillBudget, config: EngineConfig, num_blocks:
             for count, size, start in MIXED
             if count <= config.max_num_seqs
         ]
+        loads += [((), _row_with_drafts(count, tables, by_model=False)) for count in DRAFTS]
+        if has_draft_model:
+            loads += [((), _row_with_drafts(count, tables, by_model=True)) for count in DRAFTS]
     for prefill, decode in loads:
         step = _step(prefill, decode, num_blocks)
         runner.run(step)
@@ -86,6 +99,13 @@ def _tables(config: EngineConfig, num_groups: int) -> tuple[BlockTable, ...]:
 def _rows(count: int, tables: tuple[BlockTable, ...], token_id: int | None = 0) -> tuple[DecodeRow, ...]:
     greedy = SamplingParams(temperature=0.0)
     return tuple(DecodeRow(f"warm-up-{index}", token_id, START, tables, greedy, 0, 0) for index in range(count))
+
+
+def _row_with_drafts(count: int, tables: tuple[BlockTable, ...], *, by_model: bool) -> tuple[DecodeRow, ...]:
+    (row,) = _rows(1, tables)
+    if by_model:
+        return (dataclasses.replace(row, draft_order=DraftOrder(count)),)
+    return (dataclasses.replace(row, draft_token_ids=(0,) * count),)
 
 
 def _step(

@@ -57,6 +57,14 @@ class LayerGroup(Protocol):
         """Make the table cover `num_tokens` positions."""
         ...
 
+    def num_spare_tokens(self, request_id: str) -> int:
+        """Positions the table could cover with free blocks alone: without growing the pool, without an eviction."""
+        ...
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        """Give back the blocks past those that `num_tokens` positions need."""
+        ...
+
     def table(self, request_id: str) -> BlockTable: ...
 
     def publish(self, request_id: str, index: int, content: BlockContent) -> None:
@@ -129,6 +137,14 @@ class FullAttentionGroup:
         table = self._tables[request_id]
         while len(table) < self._num_blocks(num_tokens):
             table.append(self._pool.take())
+
+    def num_spare_tokens(self, request_id: str) -> int:
+        return (len(self._tables[request_id]) + self._pool.num_free) * self._block_size
+
+    def trim(self, request_id: str, num_tokens: int) -> None:
+        table = self._tables[request_id]
+        while len(table) > self._num_blocks(num_tokens):
+            self._pool.release(table.pop())
 
     def table(self, request_id: str) -> BlockTable:
         return tuple(self._tables[request_id])

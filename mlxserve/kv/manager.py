@@ -140,6 +140,15 @@ class KVManager:
         for group in self._groups:
             group.extend(request.request_id, num_tokens)
 
+    def num_spare_tokens(self, request: Request) -> int | None:
+        """Positions the tables could cover at nobody's expense, by free blocks alone; None for no limit."""
+        return min((group.num_spare_tokens(request.request_id) for group in self._groups), default=None)
+
+    def trim(self, request: Request) -> None:
+        """Give back what was there for drafts that turned out wrong: blocks past those of the request's tokens."""
+        for group in self._groups:
+            group.trim(request.request_id, request.num_tokens)
+
     def block_tables(self, request: Request) -> tuple[BlockTable, ...]:
         return tuple(group.table(request.request_id) for group in self._groups)
 

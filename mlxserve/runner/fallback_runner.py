@@ -1,6 +1,7 @@
 """Models whose layers keep more or less than plain keys and values, on mlx-lm's own caches behind the same steps.
 
-Sequences take turns within a step instead of sharing a forward pass; each has its own caches, found by request id.
+Sequences take turns within a step instead of sharing a forward pass; each has its own caches, found by request id. Rows
+must not carry drafts: what a recurrent layer has taken in of a wrong one cannot be taken back.
 """
 
 import time
@@ -40,7 +41,7 @@ class FallbackRunner:
             self._caches.pop(request_id, None)
         scores = [self._prefill(chunk) for chunk in step.prefill]
         prefilled = time.perf_counter()
-        tokens: list[SampledToken] = []
+        tokens: list[tuple[SampledToken, ...]] = []
         token_masks: TokenMasks | None = None
         for index, row in enumerate(step.decode):
             logits = self._model(mx.array([[row.token_id]]), cache=self._cache_of(row.request_id, row.start))[:, -1]
@@ -52,7 +53,7 @@ class FallbackRunner:
             row_mask = token_masks.row(index) if row.is_constrained and token_masks is not None else None
             sampled = self._sampler.sample(logits, [row], masks=row_mask)
             mx.eval(sampled.arrays())
-            tokens += sampled.collect()
+            tokens.append(sampled.collect())
         return StepResult(
             step_id=step.step_id,
             tokens=tuple(tokens),

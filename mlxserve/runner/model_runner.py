@@ -2,13 +2,15 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 
 from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult, TokenLogprobs
 from mlxserve.errors import EngineError
+from mlxserve.runner import drafts
+from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.paged_model import PagedModel, Piece, Row
 from mlxserve.runner.sampler import SampleOutput, Sampler
 from mlxserve.runner.scoring import MAX_SCORED_TOKENS, score
@@ -22,10 +24,12 @@ class StartedStep:
     """A step that was given to the device."""
 
     step: ScheduledStep
+    rows: Sequence[DecodeRow]
+    """Its decode rows, with all drafts made."""
     sampled: SampleOutput | None
-    """Tokens of its decode rows; None if it has none."""
+    """Tokens of its decode rows, and of their drafts; None if it has none."""
     masks: TokenMasks | None
-    """Of its decode rows; None if none is constrained."""
+    """Of the same; None if no row is constrained."""
     begin: float
     prefilled: float | None
     """time.perf_counter() when its first and its decode work could begin; None: they were one pass."""
@@ -46,8 +50,9 @@ class StartedStep:
 class ModelRunner:
     """`max_pass_tokens`: prefill tokens of one forward pass; a step with more is done in several."""
 
-    def __init__(self, model: PagedModel, *, max_pass_tokens: int) -> None:
+    def __init__(self, model: PagedModel, *, max_pass_tokens: int, draft_model: DraftModel | None = None) -> None:
         self._model = model
+        self._draft_model = draft_model
         self._max_pass_tokens = max_pass_tokens
         self._sampler = Sampler()
         self._num_steps = 0
@@ -66,6 +71,10 @@ class ModelRunner:
         storage.grow(step.num_blocks[0])
         if step.copies:
             storage.copy(step.copies)
+        if self._draft_model is not None:
+            self._draft_model.prepare(step.num_blocks[0], step.copies)
+            for pieces in _passes(step.prefill, self._max_pass_tokens):
+                self._draft_model.prefill(pieces)
         scores = tuple(self._prefill_and_score(chunk) for chunk in step.prefill if chunk.scored_ids)
         passes = list(_passes([chunk for chunk in step.prefill if not chunk.scored_ids], self._max_pass_tokens))
         # Rows read the weights anyway: the last chunks come along for less than a pass of their own.
@@ -74,33 +83,35 @@ class ModelRunner:
             self._model.prefill(pieces)
             mx.eval(storage.arrays())
         prefilled = time.perf_counter() if mixed is None else None
+        rows = step.decode if self._draft_model is None else self._draft_model.fill(step.decode)
+        positions = drafts.expand(rows)
         logits = token_ids = None
         if mixed is not None:
-            logits = self._model.prefill(mixed, [_known(row) for row in step.decode])
-        elif step.decode:
-            token_ids = _token_ids(step.decode, after)
-            logits = self._logits(step.decode, token_ids)
+            logits = self._model.prefill(mixed, [_known(row) for row in positions])
+        elif positions:
+            token_ids = _token_ids(positions, after)
+            logits = self._logits(positions, token_ids)
         if after is not None:
             begin = prefilled = after.wait()
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
         token_masks = None
-        if logits is not None and any(row.is_constrained for row in step.decode):
+        if logits is not None and any(row.is_constrained for row in rows):
             # Masks need the token of the step before, and nothing of this one: they are computed beside its logits.
             mx.async_eval(logits, storage.arrays())  # type: ignore[no-untyped-call]
-            token_masks = _masks(step, after, masks)
-        sampled = None if logits is None else self._sampler.sample(logits, step.decode, token_ids, token_masks)
+            token_masks = _masks(replace(step, decode=tuple(rows)), after, masks)
+        sampled = None if logits is None else self._sampler.sample(logits, positions, token_ids, token_masks)
         if sampled is not None:
             mx.async_eval(sampled.arrays(), storage.arrays())  # type: ignore[no-untyped-call]
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_CLEARS == 0:
             mx.clear_cache()
-        return StartedStep(step, sampled, token_masks, begin, prefilled, scores)
+        return StartedStep(step, rows, sampled, token_masks, begin, prefilled, scores)
 
     def finish(self, started: StartedStep) -> StepResult:
         """Wait for a step's tokens."""
         end = started.wait()
-        tokens = () if started.sampled is None else started.sampled.collect()
-        failures = {} if started.masks is None else started.masks.failures
+        tokens = () if started.sampled is None else drafts.accept(started.rows, started.sampled.collect())
+        failures = {} if started.masks is None else drafts.by_row(started.rows, started.masks.failures)
         step_id, begin, prefilled = started.step.step_id, started.begin, started.prefilled
         if prefilled is None:
             return StepResult(step_id, tokens, end - begin, None, started.scores, failures)
@@ -108,6 +119,8 @@ class ModelRunner:
 
     def reset(self) -> None:
         self._model.storage.clear()
+        if self._draft_model is not None:
+            self._draft_model.reset()
 
     def _logits(self, rows: Sequence[DecodeRow], token_ids: mx.array | None) -> mx.array:
         known = [row.token_id for row in rows if row.token_id is not None]
@@ -135,7 +148,7 @@ def _masks(step: ScheduledStep, after: StartedStep | None, masks: MaskSource | N
     if after is None or after.sampled is None:
         return masks(step, {})
     token_ids = (token.token_id for token in after.sampled.collect())
-    return masks(step, dict(zip((row.request_id for row in after.step.decode), token_ids, strict=True)))
+    return masks(step, dict(zip((row.request_id for row in after.rows), token_ids, strict=True)))
 
 
 def _known(row: DecodeRow) -> Row:
@@ -149,9 +162,9 @@ def _token_ids(rows: Sequence[DecodeRow], after: StartedStep | None) -> mx.array
     known = [row.token_id for row in rows if row.token_id is not None]
     if len(known) == len(rows):
         return None
-    if known or after is None or after.sampled is None:
-        raise EngineError("a step ahead needs the step before it, and tokens of that one only")
-    row_of = {row.request_id: index for index, row in enumerate(after.step.decode)}
+    if known or after is None or after.sampled is None or any(row.num_drafts for row in after.rows):
+        raise EngineError("a step ahead needs the step before it, one without drafts, and tokens of that one only")
+    row_of = {row.request_id: index for index, row in enumerate(after.rows)}
     return after.sampled.token_ids[mx.array([row_of[row.request_id] for row in rows])]
 
 

@@ -19,13 +19,21 @@ class StepLoad:
     decode_rows: int = 0
     decode_context: int = 0
     """Sum of the contexts of all decode rows."""
+    draft_rows: int = 0
+    """Positions of drafts, which are computed as rows beside those of the streams themselves."""
+    draft_context: int = 0
+    draft_passes: int = 0
+    """Passes of the draft model, one after the other."""
 
     @classmethod
     def of(cls, step: ScheduledStep) -> "StepLoad":
         load = cls()
         for chunk in step.prefill:
             load = load.with_chunk(chunk.start, len(chunk.token_ids))
-        return load.with_rows([row.start for row in step.decode])
+        load = load.with_rows([row.start for row in step.decode])
+        for row in step.decode:
+            load = load.with_drafts(row.start, row.num_drafts, by_model=row.draft_order is not None)
+        return load
 
     def with_chunk(self, start: int, num_tokens: int) -> "StepLoad":
         return replace(
@@ -42,13 +50,27 @@ class StepLoad:
             decode_context=self.decode_context + sum(starts) + len(starts),
         )
 
+    def with_drafts(self, start: int, num_drafts: int, *, by_model: bool) -> "StepLoad":
+        """Add drafts of a row at position `start`; the draft model makes those of all its rows side by side."""
+        if num_drafts == 0:
+            return self
+        return replace(
+            self,
+            draft_rows=self.draft_rows + num_drafts,
+            draft_context=self.draft_context + num_drafts * (start + 1) + num_drafts * (num_drafts + 1) // 2,
+            draft_passes=max(self.draft_passes, num_drafts if by_model else 0),
+        )
+
     @property
     def prefill_features(self) -> tuple[int, int, int]:
         return self.num_chunks, self.prefill_tokens, self.prefill_context
 
     @property
-    def decode_features(self) -> tuple[int, int, int]:
-        return int(self.decode_rows > 0), self.decode_rows, self.decode_context
+    def decode_features(self) -> tuple[int, int, int, int, int]:
+        """Several rows are told apart from one: products with a matrix begin at another cost than with a vector."""
+        num_rows = self.decode_rows + self.draft_rows
+        context = self.decode_context + self.draft_context
+        return int(num_rows > 0), int(num_rows > 1), num_rows, context, self.draft_passes
 
 
 class PrefillBudget:
@@ -96,6 +118,11 @@ class PrefillBudget:
         prefill_cost = self._prefill_cost_of(load)
         return prefill_cost.predict(load.prefill_features) + self._decode_cost.predict(load.decode_features)
 
+    def limit(self, load: StepLoad) -> float:
+        """Seconds a step with the streams of `load` may take, whatever stands beside them."""
+        streams = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
+        return max(self.target_itl, self.decode_multiple * self.predict(streams))
+
     def num_tokens(self, load: StepLoad, start: int) -> int:
         """How many tokens a chunk that begins at position `start` may have in a step that does `load` already."""
         room = self.max_prefill_tokens - load.prefill_tokens
@@ -105,10 +132,8 @@ class PrefillBudget:
         elif not self._prefill_cost_of(load).is_measured:
             num_tokens = minimum
         else:
-            without_prefill = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
-            limit = max(self.target_itl, self.decode_multiple * self.predict(without_prefill))
             per_chunk, per_token, per_context = self._prefill_cost_of(load).weights
-            spare = limit - self.predict(load) - per_chunk
+            spare = self.limit(load) - self.predict(load) - per_chunk
             num_tokens = bisect_right(
                 range(1, room + 1),
                 spare,

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from mlxserve.core.request import Request
 from mlxserve.core.step import BlockCopy
 from mlxserve.scheduler.budget import StepLoad
+from mlxserve.scheduler.drafting import Drafts
 
 
 @dataclass(slots=True)
@@ -14,6 +15,8 @@ class Plan:
     now: float
     streams: list[Request] = field(default_factory=list)
     """Requests whose only uncomputed token is the last one they generated."""
+    drafts: dict[Request, Drafts] = field(default_factory=dict)
+    """Of streams."""
     chunk_ends: dict[Request, int] = field(default_factory=dict)
     """Position after the last one of each prefill chunk; equal to num_computed_tokens where none is needed."""
     copies: list[BlockCopy] = field(default_factory=list)
@@ -21,6 +24,8 @@ class Plan:
     def load(self, without: Request | None = None) -> StepLoad:
         """Decode rows of prompts that end in this step do not count: nobody waits for their next token yet."""
         load = StepLoad().with_rows([request.num_tokens - 1 for request in self.streams])
+        for request, drafts in self.drafts.items():
+            load = load.with_drafts(request.num_tokens - 1, len(drafts), by_model=drafts.order is not None)
         for request, end in self.chunk_ends.items():
             if request is not without and end > request.num_computed_tokens:
                 load = load.with_chunk(request.num_computed_tokens, end - request.num_computed_tokens)

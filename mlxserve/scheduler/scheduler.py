@@ -19,6 +19,7 @@ from mlxserve.errors import ContextLengthExceeded, EngineError, InvalidParameter
 from mlxserve.kv.block_pool import CacheIntegrityError
 from mlxserve.kv.manager import KVManager, PrefixHit
 from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.drafting import NO_DRAFTS, Drafting, Drafts
 from mlxserve.scheduler.plan import Flight, Plan
 from mlxserve.scheduler.waiting_queue import WaitingQueue
 
@@ -40,10 +41,14 @@ class Scheduler:
     made anew; take_over() saves what did not stand in that step.
     """
 
-    def __init__(self, config: EngineConfig, kv: KVManager, budget: PrefillBudget) -> None:
+    def __init__(
+        self, config: EngineConfig, kv: KVManager, budget: PrefillBudget, drafting: Drafting | None = None
+    ) -> None:
+        """`drafting`: None for a runner that takes no drafts."""
         self._config = config
         self._kv = kv
         self._budget = budget
+        self._drafting = drafting or Drafting(budget, takes_drafts=False)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
@@ -117,6 +122,7 @@ class Scheduler:
         for request in tuple(self._running):
             if request.num_uncomputed_tokens == 1 and self._make_room(request):
                 plan.streams.append(request)
+        plan.drafts = self._drafting.plan(plan.streams)
 
         # Prompts, oldest first; none takes all, so that a short one need not wait for a long one.
         for request in self._running:
@@ -128,6 +134,8 @@ class Scheduler:
         for request in tuple(plan.chunk_ends):
             self._grant_chunk(plan, request, is_share=False)
 
+        # Whoever needs a block has it by now.
+        self._make_room_for_drafts(plan)
         if not plan.streams and not plan.chunks() and not plan.rows() and not self._released:
             return None
         return self._give_out(plan)
@@ -137,13 +145,18 @@ class Scheduler:
 
         Only where nothing but streams wants to run: each row of `step` goes on by one token, whose id the device knows.
         A row that `step` turns out to end is computed for nothing, and update() drops it. None: wait for the result.
+        So it is for rows with drafts, which may go on by more tokens, and where drafts are worth waiting for the token
+        they begin with.
         """
         flight = self._flights[step.step_id]
         rows = [request for request in flight.rows if request.status is RequestStatus.RUNNING]
         can_start_more = bool(self._waiting) and len(self._running) < self._config.max_num_seqs
-        if flight.chunks or len(rows) < len(self._running) or can_start_more:
+        has_drafts = any(row.num_drafts for row in step.decode)
+        if flight.chunks or has_drafts or len(rows) < len(self._running) or can_start_more:
             return None
         if any(request.deadline is not None and request.deadline <= now for request in self._requests.values()):
+            return None
+        if self._drafting.plan(rows):
             return None
         rows = [request for request in rows if request.num_tokens + 1 < request.max_total_tokens]
         for request in rows:
@@ -156,17 +169,19 @@ class Scheduler:
         return self._launch(Flight(chunks=[], rows=rows), (), (), decode)
 
     def constrained_rows(self, step: ScheduledStep, pending: Mapping[str, int]) -> list[ConstrainedRow]:
-        """The rows of a step given out whose requests have a constraint, in order.
+        """The rows of a step given out whose requests have a constraint, in order; all drafts of it are made.
 
         `pending`: tokens by request id of the step before, whose result update() has not been given yet.
         """
         rows = []
-        for index, request in enumerate(self._flights[step.step_id].rows):
+        first = 0
+        for request, row in zip(self._flights[step.step_id].rows, step.decode, strict=True):
             if request.constraint is not None:
                 token_ids = request.token_ids[request.num_prompt_tokens + request.constraint.num_tokens :]
                 if request.request_id in pending:
                     token_ids.append(pending[request.request_id])
-                rows.append(ConstrainedRow(index, request.constraint, token_ids))
+                rows.append(ConstrainedRow(first, request.constraint, token_ids, row.draft_token_ids))
+            first += 1 + len(row.draft_token_ids)
         return rows
 
     def update(self, step: ScheduledStep, result: StepResult, now: float) -> list[RequestOutput]:
@@ -190,17 +205,18 @@ class Scheduler:
             chunk_scores = next(scores) if chunk.scored_ids else ()
             if request.status is RequestStatus.RUNNING:
                 request.add_prompt_logprobs(chunk.start, chunk_scores)
+                self._drafting.finish_chunk(request, request.num_computed_tokens, end)
                 request.num_computed_tokens = end
                 self._kv.publish(request)
         outputs = self.take_finished()
-        for index, (request, token) in enumerate(zip(flight.rows, result.tokens, strict=True)):
+        for index, (request, row, tokens) in enumerate(zip(flight.rows, step.decode, result.tokens, strict=True)):
             if request.status is RequestStatus.RUNNING:
                 if index in result.failures:
                     self._finish(request, FinishReason.ERROR)
                     error = f"the answer cannot go on within its grammar: {result.failures[index]}"
-                    outputs.append(self._output(request, None, error))
+                    outputs.append(self._output(request, error=error))
                 else:
-                    outputs.append(self._append_token(request, token, now))
+                    outputs.append(self._append_tokens(request, row, tokens, now))
         return outputs
 
     def take_over(self, failed: "Scheduler") -> list[RequestOutput]:
@@ -217,7 +233,8 @@ class Scheduler:
             if request in in_step:
                 request.status = RequestStatus.FINISHED
                 request.finish_reason = FinishReason.ERROR
-                outputs.append(self._output(request, None))
+                self._drafting.forget(request)
+                outputs.append(self._output(request))
                 continue
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.WAITING
@@ -229,6 +246,7 @@ class Scheduler:
         self._num_preemptions = failed._num_preemptions
         self._num_prefix_queried_tokens = failed._num_prefix_queried_tokens
         self._num_prefix_hit_tokens = failed._num_prefix_hit_tokens
+        self._drafting = failed._drafting
         self._finish_interval, self._last_finish = failed._finish_interval, failed._last_finish
         return outputs
 
@@ -243,6 +261,8 @@ class Scheduler:
             num_preemptions=self._num_preemptions,
             num_prefix_queried_tokens=self._num_prefix_queried_tokens,
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+            num_draft_tokens=self._drafting.num_draft_tokens,
+            num_accepted_tokens=self._drafting.num_accepted_tokens,
         )
 
     def check_integrity(self) -> None:
@@ -280,6 +300,14 @@ class Scheduler:
                 return True
             self._preempt(self._running[-1])
         return False
+
+    def _make_room_for_drafts(self, plan: Plan) -> None:
+        """Cover drafts with blocks that nobody wants; what does not fit is left out."""
+        for request, drafts in plan.drafts.items():
+            spare = self._kv.num_spare_tokens(request)
+            if spare is not None:
+                plan.drafts[request] = drafts = drafts.cut(spare - request.num_tokens)
+            self._kv.extend(request, request.num_tokens + len(drafts))
 
     def _grant_chunk(self, plan: Plan, request: Request, *, is_share: bool) -> None:
         """Plan the request's share of the budget, or all that is left; more than planned before, never less."""
@@ -338,6 +366,7 @@ class Scheduler:
         self._running.append(request)
         request.status = RequestStatus.RUNNING
         request.num_computed_tokens = hit.num_tokens
+        self._drafting.admit(request)
         if request.num_preemptions == 0:
             request.first_scheduled_time = plan.now
             request.num_cached_tokens = hit.num_tokens
@@ -358,10 +387,15 @@ class Scheduler:
             )
             for request, end in flight.chunks
         ]
-        decode = [self._decode_row(request, request.token_ids[-1], request.num_tokens - 1) for request in flight.rows]
+        decode = [
+            self._decode_row(
+                request, request.token_ids[-1], request.num_tokens - 1, plan.drafts.get(request, NO_DRAFTS)
+            )
+            for request in flight.rows
+        ]
         return self._launch(flight, plan.copies, prefill, decode)
 
-    def _decode_row(self, request: Request, token_id: int | None, start: int) -> DecodeRow:
+    def _decode_row(self, request: Request, token_id: int | None, start: int, drafts: Drafts = NO_DRAFTS) -> DecodeRow:
         output_index = start + 1 - request.num_prompt_tokens
         return DecodeRow(
             request_id=request.request_id,
@@ -374,6 +408,8 @@ class Scheduler:
             history=request.penalty_history(start),
             banned_token_ids=request.banned_token_ids(output_index),
             is_constrained=request.constraint is not None,
+            draft_token_ids=drafts.token_ids,
+            draft_order=drafts.order,
         )
 
     def _launch(
@@ -398,17 +434,27 @@ class Scheduler:
 
     # --- the ends of a request ---
 
-    def _append_token(self, request: Request, token: SampledToken, now: float) -> RequestOutput:
-        request.num_computed_tokens = request.num_tokens
-        request.token_ids.append(token.token_id)
+    def _append_tokens(
+        self, request: Request, row: DecodeRow, tokens: Sequence[SampledToken], now: float
+    ) -> RequestOutput:
+        """Go on by the drafts that were right and the token after them, or as far as the answer goes."""
+        num_appended = 0
+        reason = None
+        while reason is None and num_appended < len(tokens):
+            request.num_computed_tokens = request.num_tokens
+            request.token_ids.append(tokens[num_appended].token_id)
+            reason = request.stop_reason_after(request.token_ids[-1])
+            num_appended += 1
         self._kv.publish(request)
-        reason = request.stop_reason_after(token.token_id)
+        if row.num_drafts:
+            self._kv.trim(request)
+        self._drafting.finish_row(row, request, num_accepted=min(num_appended, len(tokens) - 1))
         if reason is not None:
             self._finish(request, reason)
             if self._last_finish is not None:
                 self._finish_interval = 0.8 * self._finish_interval + 0.2 * (now - self._last_finish)
             self._last_finish = now
-        return self._output(request, token)
+        return self._output(request, tokens[:num_appended])
 
     def _preempt(self, request: Request) -> None:
         """Back to the front of the queue. Its blocks stay hashed, so that it usually finds them when it resumes."""
@@ -423,7 +469,7 @@ class Scheduler:
 
     def _finish_early(self, request: Request, reason: FinishReason) -> None:
         self._finish(request, reason)
-        self._finished.append(self._output(request, None))
+        self._finished.append(self._output(request))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -432,18 +478,21 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self._kv.free(request)
+        self._drafting.forget(request)
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
 
-    def _output(self, request: Request, token: SampledToken | None, error: str | None = None) -> RequestOutput:
+    def _output(self, request: Request, tokens: Sequence[SampledToken] = (), error: str | None = None) -> RequestOutput:
         return RequestOutput(
             request_id=request.request_id,
-            token=token,
+            tokens=tuple(tokens),
             num_computed_tokens=request.num_computed_tokens,
             num_cached_tokens=request.num_cached_tokens,
+            num_draft_tokens=request.num_draft_tokens,
+            num_accepted_tokens=request.num_accepted_tokens,
             finish_reason=request.finish_reason,
-            prompt_logprobs=tuple(request.prompt_logprobs) if token and request.num_output_tokens == 1 else (),
+            prompt_logprobs=tuple(request.prompt_logprobs) if 0 < request.num_output_tokens == len(tokens) else (),
             error=error,
         )
 

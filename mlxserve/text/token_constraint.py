@@ -1,6 +1,7 @@
 """A grammar at one place in an answer, and the masks of many at once."""
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import cast
 
@@ -43,7 +44,9 @@ class GrammarConstraint:
         self._num_tokens += len(token_ids)
 
     def num_accepted(self, token_ids: Sequence[int]) -> int:
-        return self.matcher.validate_tokens(list(token_ids))
+        # The library takes an id that it does not know, as of a padded vocabulary, for the end of everything.
+        known = itertools.takewhile(lambda token_id: token_id < self.vocab_size, token_ids)
+        return self.matcher.validate_tokens(list(known))
 
     def failure_at_start(self) -> str | None:
         """Why no answer can be begun; None if one can."""
@@ -81,8 +84,10 @@ def compute_masks(rows: Sequence[ConstrainedRow], num_rows: int) -> TokenMasks:
     drafted: list[tuple[LLMatcher, int, list[int]]] = []
     for row, constraint in zip(rows, constraints, strict=True):
         constraint.advance(row.token_ids)
-        if row.draft_token_ids:
-            drafted.append((constraint.matcher, row.index, list(row.draft_token_ids)))
+        # What follows a draft that is not allowed is never reached.
+        drafts = list(row.draft_token_ids[: constraint.num_accepted(row.draft_token_ids)])
+        if drafts:
+            drafted.append((constraint.matcher, row.index, drafts))
         else:
             plain.append((constraint.matcher, row.index))
     if len(plain) < MIN_PARALLEL_ROWS:

@@ -40,6 +40,15 @@ class Tokenizer:
             description, self.decoder, longest_token=max(map(len, self._bytes.values()))
         )
 
+    def difference(self, other: "Tokenizer") -> str | None:
+        """What tells the vocabularies apart, in words about `other`; None if every token id means the same in both."""
+        if self._tokens == other._tokens:
+            return None
+        if len(self._tokens) != len(other._tokens):
+            return f"its vocabulary has {len(other._tokens)} tokens and not {len(self._tokens)}"
+        token_id = min(key for key, token in self._tokens.items() if other._tokens.get(key) != token)
+        return f"its token {token_id} is {other._tokens.get(token_id)!r} and not {self._tokens[token_id]!r}"
+
     def __contains__(self, token_id: int) -> bool:
         return token_id in self._tokens
 

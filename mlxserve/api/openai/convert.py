@@ -13,6 +13,7 @@ from mlxserve.api.openai.schema import (
     ToolCall,
 )
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
 
 DefaultSampling = Mapping[str, float | int]
@@ -72,6 +73,7 @@ def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: 
         priority=body.priority or 0,
         cache_salt=body.cache_salt,
         grammar=body.requested_grammar,
+        speculation=None if body.speculation is None else Speculation(body.speculation),
     )
 
 

@@ -236,6 +236,8 @@ def timings_object(usage: Usage, timings: Timings) -> dict[str, Any]:
         "predicted_n": usage.num_generated_tokens,
         "predicted_ms": timings.decode * 1000,
         "predicted_per_second": _rate(usage.num_generated_tokens - 1, timings.decode),
+        "draft_n": usage.num_draft_tokens,
+        "draft_n_accepted": usage.num_accepted_tokens,
         "ttft_ms": timings.time_to_first_token * 1000,
         "front_end_ms": timings.front_end * 1000,
         "queue_ms": timings.queue * 1000,

@@ -8,7 +8,8 @@ stands nowhere here is refused as unknown. Null means the default everywhere.
 
 Beside OpenAI's own: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `prompt_logprobs`,
 `ignore_eos`, `chat_template_kwargs`, `priority`, `cache_salt` as vLLM has them; `typical_p` and `repeat_last_n` as
-llama-server has them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply.
+llama-server has them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply;
+`speculation` for who may guess at the next tokens.
 """
 
 from typing import Annotated, Any, Literal, Self, TypeVar
@@ -186,6 +187,7 @@ class CompletionFields(WireModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
     timeout: Annotated[float, Field(gt=0)] | None = None
     timings: bool | None = None
+    speculation: Literal["auto", "ngram", "draft", "off"] | None = None
 
     user: str | None = None
     safety_identifier: str | None = None
