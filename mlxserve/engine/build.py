@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -21,6 +21,8 @@ from mlxserve.runner.attention import paths
 from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
 from mlxserve.runner.device import Device
 from mlxserve.runner.fallback_runner import FallbackRunner
+from mlxserve.runner.kv_format import KVFormat, kv_format
+from mlxserve.runner.kv_storage import LayerShape
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
 from mlxserve.runner.rotary import Rotations
@@ -64,7 +66,8 @@ def build_engine(
     measures faster.
 
     Raises:
-        ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length.
+        ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length, or `kv_bits` is
+            set and the model's cache cannot be quantised.
     """
     started = time.perf_counter()
     runner: Runner
@@ -72,6 +75,12 @@ def build_engine(
     try:
         paged = _paged_model(loaded, config, found)
     except UnsupportedByBlockCache as reason:
+        if config.kv_bits is not None:
+            raise ModelLoadError(
+                f"the KV cache of {loaded.name} cannot be quantised, since it runs on mlx-lm's own caches ({reason}); "
+                "leave kv_bits out for this model",
+                model=loaded.name,
+            ) from reason
         logger.info("%s runs on mlx-lm's own caches, without batching: %s", loaded.name, reason)
         runner = FallbackRunner(loaded.model, max_pass_tokens=found.max_pass_tokens)
         config = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, MAX_FALLBACK_SEQS))
@@ -111,15 +120,35 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
         cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
     shapes = probe.layer_shapes(loaded.model)
     findings = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
+    kernels = dataclasses.replace(kernels, kv_format=_kv_format(loaded, config, shapes))
     paged = PagedModel(loaded.model, shapes, config.block_size, kernels)
     paged.can_mix = findings.can_mix
     first = shapes[0]
     shape = paths.AttentionShape(
-        findings.num_heads, first.num_kv_heads, first.key_dim, first.value_dim, config.block_size, first.dtype
+        findings.num_heads,
+        first.num_kv_heads,
+        first.key_dim,
+        first.value_dim,
+        config.block_size,
+        first.dtype,
+        kernels.kv_format,
     )
-    candidates = (paths.GatherMM(kernels.shifted_exp), paths.GatherFused())
+    stock_paths = (paths.GatherMM(kernels.shifted_exp), paths.GatherFused())
+    candidates = [paths.over(kernels.kv_format, path) for path in stock_paths]
     paged.choose_path = paths.choose(candidates, shape, found.name, cache_dir() / PATHS_FILE)
     return paged
+
+
+def _kv_format(loaded: LoadedModel, config: EngineConfig, shapes: Sequence[LayerShape]) -> KVFormat:
+    found = kv_format(config.kv_bits)
+    try:
+        for shape in shapes:
+            shape.bytes_per_token(found)
+    except ValueError as error:
+        raise ModelLoadError(
+            f"kv_bits={config.kv_bits} does not suit {loaded.name}: {error}", model=loaded.name
+        ) from error
+    return found
 
 
 @mx.compile

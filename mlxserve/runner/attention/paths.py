@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from mlxserve.runner.attention import decode
 from mlxserve.runner.attention.decode import DecodeInputs, ShiftedExp
+from mlxserve.runner.kv_format import PLAIN, KVFormat
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,43 @@ def _attend_copies(
 
 
 @dataclass(frozen=True, slots=True)
+class OpenedBlocks:
+    """Another path over the vectors of the rows' blocks, opened one after the other for each pass and layer."""
+
+    path: DecodePath
+    kv_format: KVFormat
+
+    @property
+    def name(self) -> str:
+        return f"{self.path.name} of {self.kv_format.name} rows"
+
+    def prepare(self, inputs: DecodeInputs, positions: mx.array, num_kv_heads: int, block_size: int) -> RowAttention:
+        opened = inputs._replace(pair_blocks=mx.arange(inputs.pair_blocks.shape[0]))
+        attention = self.path.prepare(opened, positions, num_kv_heads, block_size)
+        return partial(_attend_opened, blocks=inputs.pair_blocks, kv_format=self.kv_format, attention=attention)
+
+
+def _attend_opened(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    *,
+    blocks: mx.array,
+    kv_format: KVFormat,
+    attention: RowAttention,
+) -> mx.array:
+    keys, _ = kv_format.open(keys, blocks, queries.dtype)
+    values, _ = kv_format.open(values, blocks, queries.dtype)
+    return attention(queries, keys, values, scale)
+
+
+def over(kv_format: KVFormat, path: DecodePath) -> DecodePath:
+    """The path as it can be taken over pools of this format."""
+    return path if kv_format is PLAIN else OpenedBlocks(path, kv_format)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionShape:
     """What the speed of a path depends on beside the device and the length of the rows."""
 
@@ -106,6 +144,7 @@ class AttentionShape:
     value_dim: int
     block_size: int
     dtype: mx.Dtype
+    kv_format: KVFormat = PLAIN
 
     def __str__(self) -> str:
         dims = f"{self.num_heads}/{self.num_kv_heads} heads of {self.key_dim}/{self.value_dim}"
@@ -150,11 +189,12 @@ def _fastest(paths: Sequence[DecodePath], shape: AttentionShape, num_rows: int, 
     starts = [num_blocks * size - 1] * num_rows
     inputs = DecodeInputs.build(starts, tables, size, num_rows)
     pool_shape = (num_rows * num_blocks + 1, shape.num_kv_heads, size)
-    arrays = [
-        mx.random.normal((num_rows, shape.num_heads, shape.key_dim)).astype(shape.dtype),
-        mx.random.normal((*pool_shape, shape.key_dim)).astype(shape.dtype),
-        mx.random.normal((*pool_shape, shape.value_dim)).astype(shape.dtype),
-    ]
+
+    def pool(dim: int) -> mx.array:
+        return shape.kv_format.encode(mx.random.normal((*pool_shape, dim)).astype(shape.dtype))
+
+    queries = mx.random.normal((num_rows, shape.num_heads, shape.key_dim)).astype(shape.dtype)
+    arrays = [queries, pool(shape.key_dim), pool(shape.value_dim)]
     positions = mx.array(starts)
     mx.eval(arrays, positions, *inputs)
 
