@@ -73,7 +73,7 @@ def build_engine(
     runner: Runner
     ahead_runner: ModelRunner | None = None
     try:
-        paged = _paged_model(loaded, config, found)
+        paged = paged_model(loaded, config, found, device_kernels(loaded, found))
     except UnsupportedByBlockCache as reason:
         if config.kv_bits is not None:
             raise ModelLoadError(
@@ -112,12 +112,23 @@ def build_engine(
     return BuiltEngine(Engine(runner, make_scheduler, ahead_runner), context_length, uses_block_cache=max_blocks > 0)
 
 
-def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> PagedModel:
+def device_kernels(loaded: LoadedModel, found: Device) -> Kernels:
+    """The device's own functions, and a model that uses them."""
     if found.is_metal:
-        kernels = Kernels(_shifted_exp, fused_attention)
-    else:
-        kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
-        cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
+        return Kernels(_shifted_exp, fused_attention)
+    cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
+    return Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
+
+
+def paged_model(loaded: LoadedModel, config: EngineConfig, found: Device, kernels: Kernels) -> PagedModel:
+    """The model over an empty block cache, with the ways of attention that are fastest for it.
+
+    Several over one model share their kernels.
+
+    Raises:
+        UnsupportedByBlockCache: the model needs more than the block cache does.
+        ModelLoadError: `kv_bits` does not suit its heads.
+    """
     shapes = probe.layer_shapes(loaded.model)
     findings = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
     kernels = dataclasses.replace(kernels, kv_format=_kv_format(loaded, config, shapes))
@@ -133,8 +144,7 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
         first.dtype,
         kernels.kv_format,
     )
-    stock_paths = (paths.GatherMM(kernels.shifted_exp), paths.GatherFused())
-    candidates = [paths.over(kernels.kv_format, path) for path in stock_paths]
+    candidates = paths.candidates(kernels.kv_format, kernels.shifted_exp)
     paged.choose_path = paths.choose(candidates, shape, found.name, cache_dir() / PATHS_FILE)
     return paged
 

@@ -23,7 +23,9 @@ class KVFormat(Protocol):
     """What stands between a layer and its pools. D is the dimension of a head."""
 
     @property
-    def name(self) -> str: ...
+    def suffix(self) -> str:
+        """What to put after the name of the model's own type when this is told apart from other formats."""
+        ...
 
     def row(self, dim: int, dtype: mx.Dtype) -> tuple[int, mx.Dtype]:
         """Width and type of the row of a vector of `dim` elements that the model computes in `dtype`."""
@@ -33,29 +35,36 @@ class KVFormat(Protocol):
         """(..., D) keys or values -> (..., width) rows."""
         ...
 
+    def decode(self, rows: mx.array, dtype: mx.Dtype) -> mx.array:
+        """(..., width) rows -> (..., D) vectors, turned as turn() turns queries."""
+        ...
+
     def open(self, pool: mx.array, blocks: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         """A pool with vectors (num_blocks, Hkv, block_size, D) for rows, and where in it `blocks` (n,) are."""
         ...
 
     def turn(self, queries: mx.array) -> mx.array:
-        """(..., D) queries such that they attend to opened keys as the given ones would to the keys encoded."""
+        """(..., D) queries such that they attend to decoded keys as the given ones would to the keys encoded."""
         ...
 
     def turn_back(self, outputs: mx.array) -> mx.array:
-        """(..., D) sums of opened values -> sums of the values encoded."""
+        """(..., D) sums of decoded values -> sums of the values encoded."""
         ...
 
 
 class PlainFormat:
     """The vectors themselves, in the model's own type."""
 
-    name = "plain"
+    suffix = ""
 
     def row(self, dim: int, dtype: mx.Dtype) -> tuple[int, mx.Dtype]:
         return dim, dtype
 
     def encode(self, vectors: mx.array) -> mx.array:
         return vectors
+
+    def decode(self, rows: mx.array, dtype: mx.Dtype) -> mx.array:
+        return rows
 
     def open(self, pool: mx.array, blocks: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
         return pool, blocks
@@ -82,13 +91,13 @@ class QuantisedFormat:
     """
 
     def __init__(self, bits: int) -> None:
-        self.name = f"{bits} bit"
+        self.suffix = f" in {bits} bits"
         self._bits = bits
 
     def row(self, dim: int, dtype: mx.Dtype) -> tuple[int, mx.Dtype]:
         """Raises ValueError if vectors of this dimension do not fill whole bytes."""
         if dim * self._bits % 8:
-            raise ValueError(f"heads of dimension {dim} cannot be stored in {self._bits} bits: it must be even")
+            raise ValueError(f"its heads of dimension {dim} do not fill whole bytes in {self._bits} bits; 8 bits do")
         return dim * self._bits // 8 + HEADER_BYTES, mx.uint8
 
     def encode(self, vectors: mx.array) -> mx.array:
@@ -104,8 +113,15 @@ class QuantisedFormat:
             codes = lower | (upper << 4)
         return mx.concatenate([codes, scale.view(mx.uint8), bias.view(mx.uint8)], axis=-1)
 
+    def decode(self, rows: mx.array, dtype: mx.Dtype) -> mx.array:
+        codes = rows[..., :-HEADER_BYTES]
+        if self._bits == 4:
+            codes = mx.concatenate([codes & 15, codes >> 4], axis=-1)
+        scale, bias = _header(rows)
+        return (codes.astype(mx.float32) * scale[..., None] + bias[..., None]).astype(dtype)
+
     def open(self, pool: mx.array, blocks: mx.array, dtype: mx.Dtype) -> tuple[mx.array, mx.array]:
-        return self._decode(pool[blocks]).astype(dtype), mx.arange(blocks.shape[0])
+        return self.decode(pool[blocks], dtype), mx.arange(blocks.shape[0])
 
     def turn(self, queries: mx.array) -> mx.array:
         return queries @ _rotation(queries.shape[-1]).astype(queries.dtype)
@@ -113,16 +129,41 @@ class QuantisedFormat:
     def turn_back(self, outputs: mx.array) -> mx.array:
         return outputs @ _rotation(outputs.shape[-1]).T.astype(outputs.dtype)
 
-    def _decode(self, rows: mx.array) -> mx.array:
-        """(..., width) rows -> (..., D) turned vectors, float32."""
-        header = rows[..., -HEADER_BYTES:].view(mx.bfloat16).astype(mx.float32)
-        codes = rows[..., :-HEADER_BYTES]
-        if self._bits == 4:
-            codes = mx.concatenate([codes & 15, codes >> 4], axis=-1)
-        return codes.astype(mx.float32) * header[..., :1] + header[..., 1:]
+    def products(self, queries: mx.array, rows: mx.array) -> mx.array:
+        """Dot products of (..., G, D) turned queries and (..., n, width) rows: (..., G, n), float32.
+
+        The same as with decoded rows, for far less: sum(q * (code * scale + bias)) = sum(q * code) * scale + sum(q) *
+        bias. And what a product reads are whole rows, since cutting the header off would be another copy of them.
+        """
+        header = [(0, 0)] * (queries.ndim - 1) + [(0, HEADER_BYTES)]
+        codes = self._codes(rows)
+        parts = zip(mx.split(queries, len(codes), axis=-1), codes, strict=True)
+        products = sum((mx.pad(part, header) @ each.swapaxes(-1, -2) for part, each in parts), start=mx.array(0.0))
+        scale, bias = (number[..., None, :] for number in _header(rows))
+        return products * scale + queries.sum(axis=-1, keepdims=True) * bias
+
+    def sums(self, weights: mx.array, rows: mx.array) -> mx.array:
+        """Sums of (..., n, width) rows by (..., G, n) weights: (..., G, D) turned vectors, float32."""
+        scale, bias = (number[..., None, :] for number in _header(rows))
+        scaled = weights * scale
+        parts = [(scaled @ each)[..., :-HEADER_BYTES] for each in self._codes(rows)]
+        sums = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=-1)
+        return sums + (weights * bias).sum(axis=-1, keepdims=True)
+
+    def _codes(self, rows: mx.array) -> list[mx.array]:
+        """The codes of a half of D each, or of all of it; float32, with the header's bytes as HEADER_BYTES more."""
+        parts = [rows] if self._bits == 8 else [rows & 15, rows >> 4]
+        return [part.astype(mx.float32) for part in parts]
+
+
+def _header(rows: mx.array) -> tuple[mx.array, mx.array]:
+    """Scale and bias of (..., width) rows, (...) each, float32."""
+    numbers = rows[..., -HEADER_BYTES:].view(mx.bfloat16).astype(mx.float32)
+    return numbers[..., 0], numbers[..., 1]
 
 
 def kv_format(bits: int | None) -> KVFormat:
+    """The format of the setting of that name."""
     return PLAIN if bits is None else QuantisedFormat(bits)
 
 

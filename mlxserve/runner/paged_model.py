@@ -20,7 +20,7 @@ from mlxserve.core.step import BlockTable
 from mlxserve.runner import rotary
 from mlxserve.runner.attention import paths, prefill
 from mlxserve.runner.attention.decode import DecodeInputs, ShiftedExp
-from mlxserve.runner.attention.paths import DecodePath, GatherMM, RowAttention
+from mlxserve.runner.attention.paths import DecodePath, RowAttention
 from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
 from mlxserve.runner.compiled import CompiledByShape
 from mlxserve.runner.kv_format import PLAIN, KVFormat
@@ -186,7 +186,7 @@ class PagedModel:
         self._rotations = kernels.rotations
         self.num_query_heads = 0
         """Of one layer; known after the first pass."""
-        self._path = paths.over(kernels.kv_format, GatherMM(kernels.shifted_exp))
+        self._path = paths.candidates(kernels.kv_format, kernels.shifted_exp)[0]
         self.choose_path: Callable[[int, int], DecodePath] = lambda num_rows, num_blocks: self._path
         """(rows, blocks of the longest) -> how they attend."""
         self._views = [make_view(kernels) for _ in shapes]
