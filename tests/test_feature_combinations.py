@@ -32,8 +32,9 @@ BYTES_PER_TOKEN = {None: 3 * 2 * (16 + 16) * 4, 8: 3 * 2 * (20 + 20), 4: 3 * 2 *
 """Of the tiny checkpoints by `kv_bits`: layers, key/value heads, a key and a value (float32, or codes and a header)."""
 NOISE, NUM_NOISES = 3e-4, 16
 """Added to logits to find out whether rounding, some 30 times less, could decide a draw: one in 10,000 it does."""
-QUANTISED_NOISE, QUANTISED_TIE = 0.03, 0.1
-"""The same where keys and values are quantised: a code that rounding tips over moves logits by up to some 0.01."""
+QUANTISED_NOISE, QUANTISED_TIE = 0.15, 0.1
+"""The same where keys and values are quantised: codes that rounding tips over moved logits by up to 0.02, many of them
+together, in 28,800 draws."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +148,8 @@ def quantised_reference(
     else:
         draws = noisy_draws(logits, request, QUANTISED_NOISE)
         ties = frozenset(index for index, each in enumerate(draws) if len(each) > 1)
-    assert all(draws[index] == {token_id} for index, token_id in enumerate(answer) if index not in ties)
+    wrong = [index for index, token_id in enumerate(answer) if index not in ties and draws[index] != {token_id}]
+    assert not wrong, f"tokens {wrong} of the answer are not mlx-lm's"
     return answer, ties
 
 
