@@ -164,7 +164,9 @@ class Caches:
         for each in streams.values():
             each.prefill(0, self._max_pass_tokens)
             each.decode()
-        for first in range(0, context, self._max_pass_tokens):
+        firsts = range(0, context, self._max_pass_tokens)
+        num_rounds = -(-num_turns // len(firsts))
+        for first in list(firsts) * num_rounds:
             for bits, each in streams.items():
                 prefill[bits].append(each.prefill(first, self._max_pass_tokens))
         for _ in range(num_turns):
@@ -172,7 +174,7 @@ class Caches:
                 decode[bits].append(each.decode())
         rates = {
             "decode": num_streams * STEPS_PER_BLOCK / statistics.median(decode[None]),
-            "prefill": context / sum(prefill[None]),
+            "prefill": num_rounds * context / sum(prefill[None]),
         }
         for bits in self._bits:
             decode_ratio = statistics.median(a / b for a, b in zip(decode[None], decode[bits], strict=True))
