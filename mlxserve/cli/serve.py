@@ -51,7 +51,7 @@ def serve(
     kv_cache_bytes: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Size of the KV cache.")
     ] = None,
-    kv_bits: Annotated[int | None, typer.Option(metavar="8|4", help="Quantise the KV cache.")] = None,
+    kv_bits: Annotated[int | None, typer.Option(metavar="8|4", hidden=True)] = None,
     target_itl_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Pace of streams beside prompts.  [100]")
     ] = None,
