@@ -58,6 +58,8 @@ class EngineConfig:
     """Memory of the KV cache at most; None: what the device's budget leaves beside the weights."""
     request_timeout: float | None = None
     """Seconds a request may take, queueing included; None: no limit."""
+    kv_bits: int | None = None
+    """Bits of an element of a key or value in the KV cache, 8 or 4; None: the model's own type."""
     enable_prefix_caching: bool = True
     """Reuse cached blocks of earlier requests that begin with the same tokens."""
     target_itl_ms: float = 100.0
@@ -78,6 +80,7 @@ class EngineConfig:
         for name in ("max_prefill_tokens", "max_model_len", "kv_cache_bytes", "request_timeout"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
+        _require(self.kv_bits in (None, 8, 4), f"kv_bits must be 8 or 4, or be left out, not {self.kv_bits}")
         _require(
             math.isfinite(self.target_itl_ms) and self.target_itl_ms > 0,
             f"target_itl_ms must be positive, not {self.target_itl_ms}",

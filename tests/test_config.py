@@ -84,6 +84,14 @@ def test_file_that_is_not_text_is_named(file: Path) -> None:
         config.resolve({}, environ={}, file=file)
 
 
+@pytest.mark.parametrize("bits", [0, 3, 16, -8])
+def test_bits_of_the_kv_cache_are_8_or_4(file: Path, bits: int) -> None:
+    with pytest.raises(ConfigError, match=f"kv_bits must be 8 or 4, or be left out, not {bits}"):
+        config.build(config.resolve({}, environ={"MLXSERVE_KV_BITS": str(bits)}, file=file))
+    engine_config, _ = config.build(config.resolve({"kv_bits": 4}, environ={"MLXSERVE_KV_BITS": "8"}, file=file))
+    assert engine_config.kv_bits == 4
+
+
 def test_a_wrong_flag_wins_nothing(file: Path) -> None:
     with pytest.raises(ConfigError, match="port"):
         config.build(config.resolve({"port": -1}, environ={}, file=file))

@@ -3,6 +3,7 @@
 import importlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import mlx.nn as nn
 import tiny_tokenizers
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request
@@ -19,6 +21,7 @@ from mlxserve.core.step import DecodeRow, SampledToken
 from mlxserve.engine.engine import Engine
 from mlxserve.runner import cpu_ops
 from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
+from mlxserve.runner.kv_format import QuantisedFormat, kv_format
 from mlxserve.runner.paged_model import Kernels
 from mlxserve.store.loader import LoadedModel
 
@@ -30,6 +33,11 @@ NEAR_TIE = 1e-4
 
 CPU_KERNELS = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp))
 STOCK_KERNELS = Kernels(lambda scores, maximum: mx.exp(scores - maximum), fused_attention)
+
+
+def quantised_kernels(bits: int | None) -> Kernels:
+    return replace(CPU_KERNELS, kv_format=kv_format(bits))
+
 
 _COMMON = {
     "hidden_size": 64,
@@ -195,6 +203,25 @@ def reference(model: nn.Module, prompt_ids: Sequence[int], max_tokens: int) -> l
             break
         token_ids.append(int(token_id))
     return token_ids
+
+
+class RoundedCache(KVCache):
+    """mlx-lm's own cache of one layer, of keys and values that lost what a quantised pool loses of them."""
+
+    def __init__(self, bits: int) -> None:
+        super().__init__()
+        self._format = QuantisedFormat(bits)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        return super().update_and_fetch(self._rounded(keys), self._rounded(values))
+
+    def _rounded(self, vectors: mx.array) -> mx.array:
+        rows = self._format.encode(vectors)
+        return self._format.turn_back(self._format.decode(rows, mx.float32)).astype(vectors.dtype)
+
+
+def rounded_caches(model: nn.Module, bits: int) -> list[RoundedCache]:
+    return [RoundedCache(bits) for _ in model.layers]
 
 
 def engine_config(**settings: Any) -> EngineConfig:

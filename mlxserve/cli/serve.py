@@ -51,6 +51,7 @@ def serve(
     kv_cache_bytes: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Size of the KV cache.")
     ] = None,
+    kv_bits: Annotated[int | None, typer.Option(metavar="8|4", hidden=True)] = None,
     target_itl_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Pace of streams beside prompts.  [100]")
     ] = None,
@@ -78,6 +79,7 @@ def serve(
         max_prefill_tokens=max_prefill_tokens,
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
+        kv_bits=kv_bits,
         target_itl_ms=target_itl_ms,
         enable_prefix_caching=False if no_prefix_caching else None,
         speculation=speculation,

@@ -4,7 +4,7 @@ import dataclasses
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -22,6 +22,8 @@ from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
 from mlxserve.runner.device import Device
 from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.fallback_runner import FallbackRunner
+from mlxserve.runner.kv_format import KVFormat, kv_format
+from mlxserve.runner.kv_storage import LayerShape
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
 from mlxserve.runner.rotary import Rotations
@@ -74,15 +76,22 @@ def build_engine(
     measures faster.
 
     Raises:
-        ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length; or there is a
-            draft model and one of the two runs on mlx-lm's own caches.
+        ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length; `kv_bits` is
+            set and the model's cache cannot be quantised; or there is a draft model and one of the two runs on mlx-lm's
+            own caches.
     """
     started = time.perf_counter()
     runner: Runner
     ahead_runner: ModelRunner | None = None
     try:
-        paged = _paged_model(loaded, config, found)
+        paged = paged_model(loaded, config, found, device_kernels(loaded, found))
     except UnsupportedByBlockCache as reason:
+        if config.kv_bits is not None:
+            raise ModelLoadError(
+                f"the KV cache of {loaded.name} cannot be quantised, since it runs on mlx-lm's own caches ({reason}); "
+                "leave kv_bits out for this model",
+                model=loaded.name,
+            ) from reason
         logger.info("%s runs on mlx-lm's own caches, without batching: %s", loaded.name, reason)
         if draft is not None:
             raise ModelLoadError(
@@ -130,7 +139,7 @@ def build_engine(
 
 def _draft_model(draft: LoadedModel, loaded: LoadedModel, config: EngineConfig, found: Device) -> DraftModel:
     try:
-        paged = _paged_model(draft, config, found)
+        paged = paged_model(draft, config, found, device_kernels(draft, found))
     except UnsupportedByBlockCache as reason:
         raise ModelLoadError(
             f"{draft.name} cannot be the draft model, as it runs on mlx-lm's own caches ({reason}); choose another",
@@ -140,23 +149,53 @@ def _draft_model(draft: LoadedModel, loaded: LoadedModel, config: EngineConfig, 
     return DraftModel(paged, vocab_size=loaded.model(mx.array([[0]])).shape[-1])
 
 
-def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> PagedModel:
+def device_kernels(loaded: LoadedModel, found: Device) -> Kernels:
+    """The device's own functions, and a model that uses them."""
     if found.is_metal:
-        kernels = Kernels(_shifted_exp, fused_attention)
-    else:
-        kernels = Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
-        cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
+        return Kernels(_shifted_exp, fused_attention)
+    cpu_ops.install(sys.modules[type(module).__module__] for module in loaded.model.modules())
+    return Kernels(cpu_ops.shifted_exp, TiledAttention(cpu_ops.shifted_exp), Rotations())
+
+
+def paged_model(loaded: LoadedModel, config: EngineConfig, found: Device, kernels: Kernels) -> PagedModel:
+    """The model over an empty block cache, with the ways of attention that are fastest for it.
+
+    Several over one model share their kernels.
+
+    Raises:
+        UnsupportedByBlockCache: the model needs more than the block cache does.
+        ModelLoadError: `kv_bits` does not suit its heads.
+    """
     shapes = probe.layer_shapes(loaded.model)
     findings = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
+    kernels = dataclasses.replace(kernels, kv_format=_kv_format(loaded, config, shapes))
     paged = PagedModel(loaded.model, shapes, config.block_size, kernels)
     paged.can_mix = findings.can_mix
     first = shapes[0]
     shape = paths.AttentionShape(
-        findings.num_heads, first.num_kv_heads, first.key_dim, first.value_dim, config.block_size, first.dtype
+        findings.num_heads,
+        first.num_kv_heads,
+        first.key_dim,
+        first.value_dim,
+        config.block_size,
+        first.dtype,
+        kernels.kv_format,
     )
-    candidates = (paths.GatherMM(kernels.shifted_exp), paths.GatherFused())
+    candidates = paths.candidates(kernels.kv_format, kernels.shifted_exp)
     paged.choose_path = paths.choose(candidates, shape, found.name, cache_dir() / PATHS_FILE)
     return paged
+
+
+def _kv_format(loaded: LoadedModel, config: EngineConfig, shapes: Sequence[LayerShape]) -> KVFormat:
+    found = kv_format(config.kv_bits)
+    try:
+        for shape in shapes:
+            shape.bytes_per_token(found)
+    except ValueError as error:
+        raise ModelLoadError(
+            f"kv_bits={config.kv_bits} does not suit {loaded.name}: {error}", model=loaded.name
+        ) from error
+    return found
 
 
 @mx.compile

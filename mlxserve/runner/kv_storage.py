@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from mlxserve.core.step import BlockCopy
 from mlxserve.errors import EngineError
+from mlxserve.runner.kv_format import PLAIN, KVFormat
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,27 +24,28 @@ class LayerShape:
     value_dim: int
     dtype: mx.Dtype
 
-    @property
-    def bytes_per_token(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim) * self.dtype.size
+    def bytes_per_token(self, kv_format: KVFormat) -> int:
+        rows = [kv_format.row(dim, self.dtype) for dim in (self.key_dim, self.value_dim)]
+        return self.num_kv_heads * sum(width * dtype.size for width, dtype in rows)
 
 
 Pools = tuple[list[mx.array], list[mx.array]]
-"""Keys (num_blocks, num_kv_heads, block_size, key_dim) of each layer, and values likewise."""
+"""Keys (num_blocks, num_kv_heads, block_size, width) of each layer, and values likewise."""
 
 
 class KVStorage:
     """Pools of all layers of one group. Block 0 is scratch: what padding writes there is never read."""
 
-    def __init__(self, layers: Sequence[LayerShape], block_size: int) -> None:
+    def __init__(self, layers: Sequence[LayerShape], block_size: int, kv_format: KVFormat = PLAIN) -> None:
         self._layers = tuple(layers)
+        self._format = kv_format
         self.block_size = block_size
         self._num_blocks = 0
         self._pools: Pools | None = None
 
     @property
     def bytes_per_block(self) -> int:
-        return self.block_size * sum(layer.bytes_per_token for layer in self._layers)
+        return self.block_size * sum(layer.bytes_per_token(self._format) for layer in self._layers)
 
     @property
     def num_blocks(self) -> int:
@@ -61,8 +63,9 @@ class KVStorage:
         keys, values = self.take() if self._num_blocks else ([], [])
         for pools, dims in ((keys, "key_dim"), (values, "value_dim")):
             for index, layer in enumerate(self._layers):
-                shape = (num_blocks - self._num_blocks, layer.num_kv_heads, self.block_size, getattr(layer, dims))
-                added = mx.zeros(shape, dtype=layer.dtype)
+                width, dtype = self._format.row(getattr(layer, dims), layer.dtype)
+                shape = (num_blocks - self._num_blocks, layer.num_kv_heads, self.block_size, width)
+                added = mx.zeros(shape, dtype=dtype)
                 if self._num_blocks:
                     pools[index] = mx.concatenate([pools[index], added])
                 else:

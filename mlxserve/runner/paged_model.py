@@ -10,7 +10,7 @@ of any sequences at any positions; projections and MLP see the same matrix produ
 
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -18,11 +18,12 @@ import mlx.nn as nn
 
 from mlxserve.core.step import BlockTable
 from mlxserve.runner import rotary
-from mlxserve.runner.attention import prefill
+from mlxserve.runner.attention import paths, prefill
 from mlxserve.runner.attention.decode import DecodeInputs, ShiftedExp
-from mlxserve.runner.attention.paths import DecodePath, GatherMM, RowAttention
+from mlxserve.runner.attention.paths import DecodePath, RowAttention
 from mlxserve.runner.attention.prefill import ChunkAttention, ChunkInputs
 from mlxserve.runner.compiled import CompiledByShape
+from mlxserve.runner.kv_format import PLAIN, KVFormat
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
 from mlxserve.runner.rotary import Rotations
 from mlxserve.runner.trunk import find_trunk
@@ -49,6 +50,7 @@ class Kernels:
     chunk_attention: ChunkAttention
     rotations: Rotations | None = None
     """Where layers share the matrices of their rotary embedding; None: each layer calls its own."""
+    kv_format: KVFormat = PLAIN
 
 
 class _Pass:
@@ -126,8 +128,9 @@ class LayerView:
             raise UnsupportedByBlockCache("its attention folds tokens together")
         if bound.written is not None:
             raise UnsupportedByBlockCache("some layer writes to its cache more than once in a pass")
-        bound.keys = _write(bound.keys, keys, bound.current.slots)
-        bound.values = _write(bound.values, values, bound.current.slots)
+        encode = self._kernels.kv_format.encode
+        bound.keys = _write(bound.keys, encode(keys), bound.current.slots)
+        bound.values = _write(bound.values, encode(values), bound.current.slots)
         bound.written = keys, values
         return keys, values
 
@@ -144,23 +147,23 @@ class LayerView:
         if bound.written is None or keys is not bound.written[0] or values is not bound.written[1]:
             raise UnsupportedByBlockCache("its attention reads other keys and values than its cache returned")
         bound.is_read = True
-        pools, current, queries = (bound.keys, bound.values), bound.current, queries[:, :, 0]
+        current, queries = bound.current, kernels.kv_format.turn(queries[:, :, 0])
         current.num_query_heads = queries.shape[1]
         outputs = []
         if current.row_attention is not None:
-            outputs.append(current.row_attention(queries[: current.num_rows], *pools, scale))
-        outputs += [
-            prefill.attend(
-                queries[chunk.first : chunk.first + chunk.num_tokens], *pools, chunk, scale, kernels.chunk_attention
-            )
-            for chunk in current.chunks
-        ]
+            outputs.append(current.row_attention(queries[: current.num_rows], bound.keys, bound.values, scale))
+        for chunk in current.chunks:
+            keys, blocks = kernels.kv_format.open(bound.keys, chunk.blocks, queries.dtype)
+            values, _ = kernels.kv_format.open(bound.values, chunk.blocks, queries.dtype)
+            own = queries[chunk.first : chunk.first + chunk.num_tokens]
+            opened = replace(chunk, blocks=blocks)
+            outputs.append(prefill.attend(own, keys, values, opened, scale, kernels.chunk_attention))
         output = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-        return output[:, :, None]
+        return kernels.kv_format.turn_back(output)[:, :, None]
 
 
 def _write(pool: mx.array, states: mx.array, slots: mx.array) -> mx.array:
-    """`pool` with (tokens, Hkv, 1, D) keys or values at `slots`: its own buffer, if nobody else refers to it."""
+    """`pool` with (tokens, Hkv, 1, width) rows at `slots`: its own buffer, if nobody else refers to it."""
     rows = pool.reshape(-1, pool.shape[-1])
     rows[slots] = states.reshape(-1, pool.shape[-1]).astype(pool.dtype)
     return rows.reshape(pool.shape)
@@ -177,13 +180,13 @@ class PagedModel:
         kernels: Kernels,
         make_view: Callable[[Kernels], LayerView] = LayerView,
     ) -> None:
-        self.storage = KVStorage(shapes, block_size)
+        self.storage = KVStorage(shapes, block_size, kernels.kv_format)
         self._model = model
         self._num_kv_heads = shapes[0].num_kv_heads
         self._rotations = kernels.rotations
         self.num_query_heads = 0
         """Of one layer; known after the first pass."""
-        self._path: DecodePath = GatherMM(kernels.shifted_exp)
+        self._path = paths.candidates(kernels.kv_format, kernels.shifted_exp)[0]
         self.choose_path: Callable[[int, int], DecodePath] = lambda num_rows, num_blocks: self._path
         """(rows, blocks of the longest) -> how they attend."""
         self._views = [make_view(kernels) for _ in shapes]

@@ -121,20 +121,29 @@ def attend(
             rhs_indices=pairs.pool_indices,
         ).astype(mx.float32)
 
-    if num_rows == 1:  # every pair is of this row: one softmax over all of them, nothing to merge
+    merged = merge(scores, weigh, pairs, shifted_exp)
+    return merged.reshape(num_rows, num_heads, -1).astype(queries.dtype)
+
+
+def merge(
+    scores: mx.array, weigh: Callable[[mx.array], mx.array], pairs: PairInputs, shifted_exp: ShiftedExp
+) -> mx.array:
+    """Softmax and weighted values over the blocks of each row: (B, Hkv, G, Dv).
+
+    scores (P, Hkv, G, block_size), masked; `weigh` takes weights of that shape to (P, Hkv, G, Dv) sums of values.
+    """
+    if pairs.row_pairs.shape[0] == 1:  # every pair is of this row: one softmax over all of them, nothing to merge
         weights = shifted_exp(scores, scores.max(axis=(0, 3), keepdims=True))
         total = weights.sum(axis=(0, 3))[..., None]
-        merged = weigh(weights).sum(axis=0) / total
-    else:
-        maximum = scores.max(axis=-1, keepdims=True)
-        weights = shifted_exp(scores, maximum)
-        total = weights.sum(axis=-1, keepdims=True)
-        partial = weigh(weights)
-        row_maximum = maximum[pairs.row_pairs] + pairs.row_mask  # (B, N, Hkv, G, 1)
-        # One number for each pair and head: MLX's own exp costs less here than the many operations of a quick one.
-        share = mx.exp(row_maximum - row_maximum.max(axis=1, keepdims=True))
-        merged = (partial[pairs.row_pairs] * share).sum(axis=1) / (total[pairs.row_pairs] * share).sum(axis=1)
-    return merged.reshape(num_rows, num_heads, -1).astype(queries.dtype)
+        return weigh(weights).sum(axis=0, keepdims=True) / total
+    maximum = scores.max(axis=-1, keepdims=True)
+    weights = shifted_exp(scores, maximum)
+    total = weights.sum(axis=-1, keepdims=True)
+    partial = weigh(weights)
+    row_maximum = maximum[pairs.row_pairs] + pairs.row_mask  # (B, N, Hkv, G, 1)
+    # One number for each pair and head: MLX's own exp costs less here than the many operations of a quick one.
+    share = mx.exp(row_maximum - row_maximum.max(axis=1, keepdims=True))
+    return (partial[pairs.row_pairs] * share).sum(axis=1) / (total[pairs.row_pairs] * share).sum(axis=1)
 
 
 def bucket(count: int) -> int:

@@ -23,6 +23,7 @@ import mlx.core as mx
 
 from mlxserve.runner.attention import decode
 from mlxserve.runner.attention.decode import DecodeInputs, ShiftedExp
+from mlxserve.runner.kv_format import PLAIN, KVFormat, QuantisedFormat
 
 logger = logging.getLogger(__name__)
 
@@ -74,26 +75,73 @@ class GatherFused:
     """A copy of each row's blocks, padded to the longest row, then MLX's fused attention."""
 
     name: str = "gather_fused"
+    kv_format: KVFormat = PLAIN
 
     def prepare(self, inputs: DecodeInputs, positions: mx.array, num_kv_heads: int, block_size: int) -> RowAttention:
         tables = inputs.pair_blocks[mx.maximum(inputs.row_pairs, 0)]
         length = tables.shape[1] * block_size
         mask = (mx.arange(length) <= positions[:, None])[:, None, None]
-        return partial(_attend_copies, tables=tables, mask=mask)
+        return partial(_attend_copies, tables=tables, mask=mask, kv_format=self.kv_format)
 
 
 def _attend_copies(
-    queries: mx.array, keys: mx.array, values: mx.array, scale: float, *, tables: mx.array, mask: mx.array
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    *,
+    tables: mx.array,
+    mask: mx.array,
+    kv_format: KVFormat,
 ) -> mx.array:
     def gather(pool: mx.array) -> mx.array:
         """(B, N) block ids -> (B, Hkv, N * block_size, D)"""
-        rows = pool[tables].swapaxes(1, 2)
+        rows = kv_format.decode(pool[tables], queries.dtype).swapaxes(1, 2)
         return rows.reshape(rows.shape[0], rows.shape[1], -1, rows.shape[-1])
 
     output = mx.fast.scaled_dot_product_attention(
         queries[:, :, None], gather(keys), gather(values), scale=scale, mask=mask
     )
     return output.squeeze(2)
+
+
+@dataclass(frozen=True, slots=True)
+class GatherCodes:
+    """A copy of each pair's rows of a quantised pool, attended to as they are: one number a position is decoded."""
+
+    shifted_exp: ShiftedExp
+    kv_format: QuantisedFormat
+    name: str = "gather_codes"
+
+    def prepare(self, inputs: DecodeInputs, positions: mx.array, num_kv_heads: int, block_size: int) -> RowAttention:
+        pairs = decode.derive(inputs, positions, num_kv_heads, block_size)
+        return partial(_attend_codes, path=self, inputs=inputs, pairs=pairs)
+
+
+def _attend_codes(
+    queries: mx.array,
+    keys: mx.array,
+    values: mx.array,
+    scale: float,
+    *,
+    path: GatherCodes,
+    inputs: DecodeInputs,
+    pairs: decode.PairInputs,
+) -> mx.array:
+    num_rows, num_heads, _ = queries.shape
+    num_kv_heads = keys.shape[1]
+    grouped = (queries.astype(mx.float32) * scale).reshape(num_rows, num_kv_heads, num_heads // num_kv_heads, -1)
+    scores = path.kv_format.products(grouped[inputs.pair_rows], keys[inputs.pair_blocks]) + pairs.mask
+    weigh = partial(path.kv_format.sums, rows=values[inputs.pair_blocks])
+    merged = decode.merge(scores, weigh, pairs, path.shifted_exp)
+    return merged.reshape(num_rows, num_heads, -1).astype(queries.dtype)
+
+
+def candidates(kv_format: KVFormat, shifted_exp: ShiftedExp) -> tuple[DecodePath, ...]:
+    """The ways there are over pools of this format."""
+    if isinstance(kv_format, QuantisedFormat):
+        return GatherCodes(shifted_exp, kv_format), GatherFused(kv_format=kv_format)
+    return GatherMM(shifted_exp), GatherFused()
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +154,12 @@ class AttentionShape:
     value_dim: int
     block_size: int
     dtype: mx.Dtype
+    kv_format: KVFormat = PLAIN
 
     def __str__(self) -> str:
         dims = f"{self.num_heads}/{self.num_kv_heads} heads of {self.key_dim}/{self.value_dim}"
-        return f"{dims}, blocks of {self.block_size}, {str(self.dtype).removeprefix('mlx.core.')}"
+        kind = f"{str(self.dtype).removeprefix('mlx.core.')}{self.kv_format.suffix}"
+        return f"{dims}, blocks of {self.block_size}, {kind}"
 
 
 class PathChoice:
@@ -150,11 +200,12 @@ def _fastest(paths: Sequence[DecodePath], shape: AttentionShape, num_rows: int, 
     starts = [num_blocks * size - 1] * num_rows
     inputs = DecodeInputs.build(starts, tables, size, num_rows)
     pool_shape = (num_rows * num_blocks + 1, shape.num_kv_heads, size)
-    arrays = [
-        mx.random.normal((num_rows, shape.num_heads, shape.key_dim)).astype(shape.dtype),
-        mx.random.normal((*pool_shape, shape.key_dim)).astype(shape.dtype),
-        mx.random.normal((*pool_shape, shape.value_dim)).astype(shape.dtype),
-    ]
+
+    def pool(dim: int) -> mx.array:
+        return shape.kv_format.encode(mx.random.normal((*pool_shape, dim)).astype(shape.dtype))
+
+    queries = mx.random.normal((num_rows, shape.num_heads, shape.key_dim)).astype(shape.dtype)
+    arrays = [queries, pool(shape.key_dim), pool(shape.value_dim)]
     positions = mx.array(starts)
     mx.eval(arrays, positions, *inputs)
 
