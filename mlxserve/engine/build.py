@@ -1,17 +1,21 @@
 """Puts an engine together for a loaded model: runner, cache size, scheduler, warm-up. Runs on the engine thread."""
 
 import dataclasses
+import hashlib
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import metadata
 
 import mlx.core as mx
 
 from mlxserve.config import EngineConfig, cache_dir
 from mlxserve.engine import warm_up
 from mlxserve.engine.engine import Engine, Runner
+from mlxserve.engine.kv_disk import KVDisk, ModelDisk
 from mlxserve.errors import ModelLoadError
 from mlxserve.kv.block_pool import INITIAL_BLOCKS, BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
@@ -28,6 +32,8 @@ from mlxserve.runner.rotary import Rotations
 from mlxserve.scheduler.budget import PrefillBudget
 from mlxserve.scheduler.drafting import Drafting
 from mlxserve.scheduler.scheduler import Scheduler
+from mlxserve.store.block_file import BlockFormat
+from mlxserve.store.fingerprint import weights_fingerprint
 from mlxserve.store.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -66,12 +72,13 @@ def build_engine(
     *,
     draft: LoadedModel | None = None,
     run_ahead: bool | None = None,
+    kv_disk: KVDisk | None = None,
 ) -> BuiltEngine:
     """An engine that has run its kernels once and knows about how long its steps take.
 
     `draft`: a smaller model of the same vocabulary that makes drafts for it.
     `run_ahead`: whether streams are computed one step ahead of their results, where the model allows it; None: whatever
-    measures faster.
+    measures faster. `kv_disk`: where to keep blocks beyond the process.
 
     Raises:
         ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length; or there is a
@@ -80,6 +87,7 @@ def build_engine(
     started = time.perf_counter()
     runner: Runner
     ahead_runner: ModelRunner | None = None
+    disk: ModelDisk | None = None
     try:
         paged = _paged_model(loaded, config, found)
     except UnsupportedByBlockCache as reason:
@@ -95,7 +103,11 @@ def build_engine(
         max_blocks = initial_blocks = 0
     else:
         draft_model = None if draft is None else _draft_model(draft, loaded, config, found)
-        runner = ahead_runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens, draft_model=draft_model)
+        if kv_disk is not None:
+            disk = _model_disk(loaded, weights, config, paged, kv_disk)
+        runner = ahead_runner = ModelRunner(
+            paged, max_pass_tokens=found.max_pass_tokens, draft_model=draft_model, disk=disk
+        )
         bytes_per_block = paged.storage.bytes_per_block + (draft_model.bytes_per_block if draft_model else 0)
         max_blocks = _max_blocks(loaded, config, found, bytes_per_block)
         initial_blocks = _initial_blocks(config, max_blocks, bytes_per_block)
@@ -119,7 +131,7 @@ def build_engine(
         time.perf_counter() - started,
     )
     drafting = Drafting(budget, takes_drafts=max_blocks > 0, has_draft_model=draft is not None)
-    make_scheduler = _scheduler_maker(loaded.name, config, budget, drafting, max_blocks, initial_blocks)
+    make_scheduler = _scheduler_maker(loaded.name, config, budget, drafting, max_blocks, initial_blocks, disk)
     return BuiltEngine(
         Engine(runner, make_scheduler, ahead_runner),
         context_length,
@@ -159,6 +171,22 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
     return paged
 
 
+def _model_disk(loaded: LoadedModel, config: EngineConfig, paged: PagedModel, kv_disk: KVDisk) -> ModelDisk | None:
+    """This model's blocks on disk, if any can be kept. Their key changes with whatever could change their contents."""
+    paged.storage.grow(1)
+    layout = paged.storage.block_layout()
+    parts = {
+        "weights": weights_fingerprint(loaded.model),
+        "config": loaded.config,
+        "code": metadata.version("mlx-lm"),
+        "block_size": config.block_size,
+        "pool": type(paged.storage).__name__,
+        "layout": {name: dataclasses.astuple(array) for name, array in layout.items()},
+    }
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return kv_disk.open_model(BlockFormat(key, layout), config.block_size)
+
+
 @mx.compile
 def _shifted_exp(scores: mx.array, maximum: mx.array) -> mx.array:
     return mx.exp(scores - maximum)
@@ -187,20 +215,24 @@ def _initial_blocks(config: EngineConfig, max_blocks: int, bytes_per_block: int)
 
 
 def _scheduler_maker(
-    model_id: str,
+    name: str,
     config: EngineConfig,
     budget: PrefillBudget,
     drafting: Drafting,
     max_blocks: int,
     initial_blocks: int,
+    disk: ModelDisk | None,
 ) -> Callable[[], Scheduler]:
     def make() -> Scheduler:
+        if disk is not None:
+            disk.forget_reads()
         groups = [FullAttentionGroup(BlockPool(max_blocks, initial_blocks), config.block_size)] if max_blocks else []
         kv = KVManager(
             groups,
             block_size=config.block_size,
-            model_id=model_id,
+            model_id=name if disk is None else disk.format.model,
             enable_prefix_caching=config.enable_prefix_caching,
+            disk=disk,
         )
         return Scheduler(config, kv, budget, drafting)
 

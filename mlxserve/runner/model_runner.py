@@ -1,13 +1,23 @@
-"""Computes a ScheduledStep on the block cache: copies, then prefill chunks, then all decode rows at once."""
+"""Computes a ScheduledStep on the block cache: saves, loads, copies, prefill chunks, then all decode rows at once."""
 
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
+import numpy as np
 
+from mlxserve.core.block_data import BlockTransfer
 from mlxserve.core.constraint import MaskSource, TokenMasks
-from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult, TokenLogprobs
+from mlxserve.core.step import (
+    BlockLoad,
+    BlockSave,
+    DecodeRow,
+    PrefillChunk,
+    ScheduledStep,
+    StepResult,
+    TokenLogprobs,
+)
 from mlxserve.errors import EngineError
 from mlxserve.runner import drafts
 from mlxserve.runner.draft_model import DraftModel
@@ -48,12 +58,21 @@ class StartedStep:
 
 
 class ModelRunner:
-    """`max_pass_tokens`: prefill tokens of one forward pass; a step with more is done in several."""
+    """`max_pass_tokens`: prefill tokens of one forward pass; a step with more is done in several.
+    `disk`: for steps with saves and loads."""
 
-    def __init__(self, model: PagedModel, *, max_pass_tokens: int, draft_model: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        max_pass_tokens: int,
+        draft_model: DraftModel | None = None,
+        disk: BlockTransfer | None = None,
+    ) -> None:
         self._model = model
         self._draft_model = draft_model
         self._max_pass_tokens = max_pass_tokens
+        self._disk = disk
         self._sampler = Sampler()
         self._num_steps = 0
 
@@ -66,9 +85,14 @@ class ModelRunner:
         With `after`, the step before, which may be under way: the graph of this one is built meanwhile, and given to
         the device when that one has ended. Not earlier: writing to a pool that a step under way still reads copies it.
         """
-        begin = time.perf_counter()
         storage = self._model.storage
         storage.grow(step.num_blocks[0])
+        saved = [(save, storage.block_bytes(save.blocks[0])) for save in step.saves]
+        if after is None:
+            self._save(saved)
+        if step.loads:
+            self._load(step.loads)
+        begin = time.perf_counter()
         if step.copies:
             storage.copy(step.copies)
         if self._draft_model is not None:
@@ -93,6 +117,8 @@ class ModelRunner:
             logits = self._logits(positions, token_ids)
         if after is not None:
             begin = prefilled = after.wait()
+            # Before the pass that was built above is evaluated: what reads the pools then would make it copy them.
+            self._save(saved)
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
         token_masks = None
         if logits is not None and any(row.is_constrained for row in rows):
@@ -116,6 +142,21 @@ class ModelRunner:
         if prefilled is None:
             return StepResult(step_id, tokens, end - begin, None, started.scores, failures)
         return StepResult(step_id, tokens, prefilled - begin, end - prefilled, started.scores, failures)
+
+    def _save(self, saved: Sequence[tuple[BlockSave, dict[str, mx.array]]]) -> None:
+        for save, arrays in saved:
+            mx.eval(arrays)
+            self._required_disk.give(save, {name: np.asarray(array).tobytes() for name, array in arrays.items()})
+
+    def _load(self, loads: Sequence[BlockLoad]) -> None:
+        disk = self._required_disk
+        self._model.storage.write_blocks([(load.blocks[0], disk.take(load.name)) for load in loads])
+
+    @property
+    def _required_disk(self) -> BlockTransfer:
+        if self._disk is None:
+            raise EngineError("a step saves or loads blocks, and this runner has no disk")
+        return self._disk
 
     def reset(self) -> None:
         self._model.storage.clear()
