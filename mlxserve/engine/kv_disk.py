@@ -24,7 +24,7 @@ from mlxserve.errors import EngineError
 from mlxserve.kv.block_hash import BlockHash
 from mlxserve.kv.disk_index import DiskIndex, DiskKey
 from mlxserve.store.block_file import BadBlockFile, BlockFormat
-from mlxserve.store.block_folder import BlockFolder, FolderInUse
+from mlxserve.store.block_folder import BlockFolder, FolderInUse, NameTaken
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ class KVDisk:
             for key in job.removed:
                 folder.remove(key.model, key.name)
             folder.write(format.model, job.name, format.encode(job.name, job.parent, job.data))
-        except FileExistsError as error:
+        except NameTaken as error:
             logger.warning("a KV block is not written to disk: %s", error)
             return _Finished(job.name, is_write=True, is_error=True)
         except OSError as error:

@@ -57,16 +57,17 @@ class DiskIndex:
     def add(self, key: DiskKey, parent: BlockHash, num_bytes: int) -> list[DiskKey] | None:
         """Reserve room for a block that is not there yet: returns what must be removed from disk before it is written.
 
-        None: it cannot have room, and nothing changed.
+        None: it can have none, unless what is read or written now, or comes before it, were removed.
         """
-        removed = self._to_remove(num_bytes)
+        ancestors = self._touch(DiskKey(key.model, parent))
+        removed = self._to_remove(num_bytes, ancestors)
         if removed is None:
             return None
         for old in removed:
             self.remove(old)
         self._entries[key] = _Entry(DiskKey(key.model, parent), num_bytes)
         self._count(key, 1, num_bytes)
-        self.touch(key)
+        self._touch(key)
         return removed
 
     def mark_written(self, key: DiskKey) -> None:
@@ -86,22 +87,29 @@ class DiskIndex:
 
     def touch(self, key: DiskKey) -> None:
         """The block was used, and with it all before it."""
-        while (entry := self._entries.get(key)) is not None:
-            self._entries.move_to_end(key)
-            key = entry.parent
+        self._touch(key)
 
     def remove(self, key: DiskKey) -> None:
         entry = self._entries.pop(key, None)
         if entry is not None:
             self._count(key, -1, -entry.num_bytes)
 
-    def _to_remove(self, num_bytes: int) -> list[DiskKey] | None:
+    def _touch(self, key: DiskKey) -> set[DiskKey]:
+        """Returns the block and those before it."""
+        touched: set[DiskKey] = set()
+        while (entry := self._entries.get(key)) is not None:
+            self._entries.move_to_end(key)
+            touched.add(key)
+            key = entry.parent
+        return touched
+
+    def _to_remove(self, num_bytes: int, kept: set[DiskKey]) -> list[DiskKey] | None:
         room = self.max_bytes - self._total
         removed: list[DiskKey] = []
         for key, entry in self._entries.items():
             if room >= num_bytes:
                 break
-            if entry.is_written and not entry.num_reads:
+            if entry.is_written and not entry.num_reads and key not in kept:
                 removed.append(key)
                 room += entry.num_bytes
         return removed if room >= num_bytes else None

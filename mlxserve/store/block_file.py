@@ -2,7 +2,7 @@
 
 The format is that of https://github.com/huggingface/safetensors: the length of the header in eight little-endian bytes;
 the header, JSON padded with spaces; the arrays' bytes. `__metadata__` says which block it is, of which model, and has a
-checksum of all that follows the header.
+checksum of the name of the block before it and all that follows the header.
 """
 
 import hashlib
@@ -55,7 +55,7 @@ class BlockFormat:
     def encode(self, name: bytes, parent: bytes, data: BlockData) -> list[bytes | memoryview]:
         """A file, in parts."""
         arrays = [data[array] for array in self.layout]
-        return [self._header(name, parent, _checksum(arrays)), *arrays]
+        return [self._header(name, parent, _checksum([parent, *arrays])), *arrays]
 
     def decode(self, name: bytes, content: memoryview) -> BlockData:
         """The arrays of a file, as views of its bytes.
@@ -71,9 +71,10 @@ class BlockFormat:
         if len(content) != self.file_size:
             raise BadBlockFile(f"it has {len(content)} bytes and not {self.file_size}")
         start = self.file_size - sum(array.num_bytes for array in self.layout.values())
-        if bytes(content[:start]) != self._header(name, bytes.fromhex(header.parent), header.checksum):
+        parent = bytes.fromhex(header.parent)
+        if bytes(content[:start]) != self._header(name, parent, header.checksum):
             raise BadBlockFile("its header lists other arrays")
-        if _checksum([content[start:]]) != header.checksum:
+        if _checksum([parent, content[start:]]) != header.checksum:
             raise BadBlockFile("its checksum is wrong")
         data: dict[str, memoryview] = {}
         for array, layout in self.layout.items():

@@ -27,6 +27,10 @@ class FolderInUse(Exception):
     """Another process has the folder."""
 
 
+class NameTaken(Exception):
+    """A file that is not ours has the name of a block."""
+
+
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
     model: str
@@ -98,7 +102,7 @@ class BlockFolder:
         """Write a block that is not there.
 
         Raises:
-            FileExistsError: a file of that name is there, and is not ours.
+            NameTaken: a file of that name is there, and is not ours.
         """
         path = self._path(model, name)
         partial = path.with_name(path.name + PARTIAL_SUFFIX)
@@ -109,7 +113,7 @@ class BlockFolder:
                     _write_all(file, part)
             # Only this process writes here: nobody makes the file between this look and the renaming.
             if path.exists():
-                raise FileExistsError(f"{path} is there already")
+                raise NameTaken(f"{path} is there already, and not ours")
             partial.rename(path)
         except BaseException:
             partial.unlink(missing_ok=True)
