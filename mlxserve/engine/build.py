@@ -6,7 +6,7 @@ import json
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
@@ -23,9 +23,11 @@ from mlxserve.kv.manager import KVManager
 from mlxserve.runner import cpu_ops, device, probe
 from mlxserve.runner.attention import paths
 from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
+from mlxserve.runner.block_io import BlockIO, block_layout
 from mlxserve.runner.device import Device
 from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.fallback_runner import FallbackRunner
+from mlxserve.runner.kv_storage import KVStorage
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
 from mlxserve.runner.rotary import Rotations
@@ -88,6 +90,9 @@ def build_engine(
     runner: Runner
     ahead_runner: ModelRunner | None = None
     disk: ModelDisk | None = None
+    models = [loaded, *([] if draft is None else [draft])]
+    # Before they are tuned for the device, which changes their modules.
+    fingerprints = [weights_fingerprint(each.model) for each in models] if kv_disk is not None else []
     try:
         paged = _paged_model(loaded, config, found)
     except UnsupportedByBlockCache as reason:
@@ -103,12 +108,16 @@ def build_engine(
         max_blocks = initial_blocks = 0
     else:
         draft_model = None if draft is None else _draft_model(draft, loaded, config, found)
+        storages = [paged.storage, *([] if draft_model is None else [draft_model.storage])]
         if kv_disk is not None:
-            disk = _model_disk(loaded, weights, config, paged, kv_disk)
+            disk = _model_disk(models, fingerprints, config, storages, kv_disk)
         runner = ahead_runner = ModelRunner(
-            paged, max_pass_tokens=found.max_pass_tokens, draft_model=draft_model, disk=disk
+            paged,
+            max_pass_tokens=found.max_pass_tokens,
+            draft_model=draft_model,
+            block_io=None if disk is None else BlockIO(storages, disk),
         )
-        bytes_per_block = paged.storage.bytes_per_block + (draft_model.bytes_per_block if draft_model else 0)
+        bytes_per_block = sum(storage.bytes_per_block for storage in storages)
         max_blocks = _max_blocks(loaded, config, found, bytes_per_block)
         initial_blocks = _initial_blocks(config, max_blocks, bytes_per_block)
         context_length = min(context_length, (max_blocks - 1) * config.block_size)
@@ -171,16 +180,24 @@ def _paged_model(loaded: LoadedModel, config: EngineConfig, found: Device) -> Pa
     return paged
 
 
-def _model_disk(loaded: LoadedModel, config: EngineConfig, paged: PagedModel, kv_disk: KVDisk) -> ModelDisk | None:
-    """This model's blocks on disk, if any can be kept. Their key changes with whatever could change their contents."""
-    paged.storage.grow(1)
-    layout = paged.storage.block_layout()
+def _model_disk(
+    models: Sequence[LoadedModel],
+    fingerprints: Sequence[str],
+    config: EngineConfig,
+    storages: Sequence[KVStorage],
+    kv_disk: KVDisk,
+) -> ModelDisk | None:
+    """The blocks on disk of a model, or of it and its draft model, if any can be kept.
+
+    Their key changes with whatever could change what is in a block of given tokens.
+    """
+    layout = block_layout(storages)
     parts = {
-        "weights": weights_fingerprint(loaded.model),
-        "config": loaded.config,
+        "weights": fingerprints,
+        "configs": [model.config for model in models],
         "code": metadata.version("mlx-lm"),
         "block_size": config.block_size,
-        "pool": type(paged.storage).__name__,
+        "pools": [type(storage).__name__ for storage in storages],
         "layout": {name: dataclasses.astuple(array) for name, array in layout.items()},
     }
     key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]

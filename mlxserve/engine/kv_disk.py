@@ -4,12 +4,13 @@ engine thread                                   the two threads
 -------------                                   ---------------
 ModelDisk.read()  ---------- reads ------->     read a file, check it
 ModelDisk.give()  ---------- writes ------>     remove what must go, write a file
-ModelDisk.finished_reads() <-- finished ---     then wake the engine thread
+KVDisk.poll()     <------- finished -------     then wake the engine thread
 
 The index belongs to the engine thread, which knows of a removal before it is done and of a file after it is written.
 Removals and writes are done in the order in which they were decided, so the folder never exceeds its bound.
 """
 
+import functools
 import logging
 import queue
 import threading
@@ -50,8 +51,7 @@ class _Write:
 
 @dataclass(frozen=True, slots=True)
 class _Finished:
-    name: BlockHash
-    is_write: bool
+    job: "_Read | _Write"
     data: BlockData | None = None
     """Of a read that is right."""
     is_error: bool = False
@@ -69,6 +69,7 @@ class KVDisk:
         """Why nothing is read and written any more; None while all is well."""
         self._reads: queue.SimpleQueue[_Read | None] = queue.SimpleQueue()
         self._writes: queue.SimpleQueue[_Write | None] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._failing = threading.Lock()
 
@@ -103,6 +104,16 @@ class KVDisk:
             return None
         return ModelDisk(self, format, block_size, self._index, self._reads, self._writes)
 
+    @property
+    def has_news(self) -> bool:
+        return not self._finished.empty()
+
+    def poll(self) -> None:
+        """Take what the threads have done, for all models: also for one that was unloaded meanwhile."""
+        while self.has_news:
+            finished = self._finished.get()
+            finished.job.disk.settle(finished)
+
     def turn_off(self, reason: str) -> None:
         """After a failure that is not one file's own: go on without."""
         with self._failing:
@@ -113,49 +124,45 @@ class KVDisk:
 
     def _read_all(self, folder: BlockFolder) -> None:
         while (job := self._reads.get()) is not None:
-            job.disk.finish(self._read(folder, job))
-            self._wake()
-
-    def _read(self, folder: BlockFolder, job: _Read) -> _Finished:
-        model = job.disk.format.model
-        if self.failure is not None:
-            return _Finished(job.name, is_write=False)
-        try:
-            try:
-                data = job.disk.format.decode(job.name, folder.read(model, job.name))
-            except BadBlockFile as bad:
-                logger.warning("ignoring the KV block %s/%s on disk: %s", model, job.name.hex(), bad)
-                if not bad.is_foreign:
-                    folder.remove(model, job.name)
-                return _Finished(job.name, is_write=False, is_error=True)
-            except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
-                logger.warning("ignoring the KV block %s/%s on disk: %s", model, job.name.hex(), error)
-                return _Finished(job.name, is_write=False, is_error=True)
-        except OSError as error:
-            self.turn_off(f"reading failed: {error}")
-            return _Finished(job.name, is_write=False, is_error=True)
-        return _Finished(job.name, is_write=False, data=data)
+            self._do(job, functools.partial(self._read, folder, job))
 
     def _write_all(self, folder: BlockFolder) -> None:
         while (job := self._writes.get()) is not None:
-            job.disk.finish(self._write(folder, job))
-            self._wake()
+            self._do(job, functools.partial(self._write, folder, job))
 
-    def _write(self, folder: BlockFolder, job: _Write) -> _Finished:
-        if self.failure is not None:
-            return _Finished(job.name, is_write=True, is_error=True)
+    def _do(self, job: "_Read | _Write", work: Callable[[], _Finished]) -> None:
+        """Whatever happens, the job is finished: a request may be waiting for it."""
+        finished = _Finished(job, is_error=True)
+        if self.failure is None:
+            try:
+                finished = work()
+            except Exception as error:
+                self.turn_off(f"{'reading' if isinstance(job, _Read) else 'writing'} failed: {error}")
+        self._finished.put(finished)
+        self._wake()
+
+    def _read(self, folder: BlockFolder, job: _Read) -> _Finished:
         format = job.disk.format
         try:
-            for key in job.removed:
-                folder.remove(key.model, key.name)
+            return _Finished(job, format.decode(job.name, folder.read(format.model, job.name)))
+        except BadBlockFile as bad:
+            logger.warning("ignoring the KV block %s/%s on disk: %s", format.model, job.name.hex(), bad)
+            if not bad.is_foreign:
+                folder.remove(format.model, job.name)
+        except (FileNotFoundError, PermissionError, IsADirectoryError) as error:
+            logger.warning("ignoring the KV block %s/%s on disk: %s", format.model, job.name.hex(), error)
+        return _Finished(job, is_error=True)
+
+    def _write(self, folder: BlockFolder, job: _Write) -> _Finished:
+        format = job.disk.format
+        for key in job.removed:
+            folder.remove(key.model, key.name)
+        try:
             folder.write(format.model, job.name, format.encode(job.name, job.parent, job.data))
         except NameTaken as error:
             logger.warning("a KV block is not written to disk: %s", error)
-            return _Finished(job.name, is_write=True, is_error=True)
-        except OSError as error:
-            self.turn_off(f"writing failed: {error}")
-            return _Finished(job.name, is_write=True, is_error=True)
-        return _Finished(job.name, is_write=True)
+            return _Finished(job, is_error=True)
+        return _Finished(job)
 
 
 class ModelDisk:
@@ -176,7 +183,7 @@ class ModelDisk:
         self._index = index
         self._reads = reads
         self._writes = writes
-        self._finished: queue.SimpleQueue[_Finished] = queue.SimpleQueue()
+        self._finished_reads: list[tuple[BlockHash, bool]] = []
         self._file_size = format.file_size
         self._ready: dict[bytes, BlockData] = {}
         self._num_writing = 0
@@ -194,7 +201,7 @@ class ModelDisk:
 
     @property
     def has_news(self) -> bool:
-        return not self._finished.empty()
+        return bool(self._finished_reads) or self._disk.has_news
 
     def has(self, name: BlockHash) -> bool:
         return self.is_on and self._index.is_written(self._key(name))
@@ -210,28 +217,26 @@ class ModelDisk:
         self._reads.put(_Read(self, name))
 
     def finished_reads(self) -> list[tuple[BlockHash, bool]]:
-        reads: list[tuple[BlockHash, bool]] = []
-        while self.has_news:
-            finished = self._finished.get()
-            name, key = finished.name, self._key(finished.name)
-            if finished.is_write:
-                self._num_writing -= 1
-                if not finished.is_error:
-                    self._num_writes += 1
-                    self._index.mark_written(key)
-            else:
-                self._index.end_read(key)
-                reads.append((name, finished.data is not None))
-                if finished.data is not None:
-                    self._ready[name] = finished.data
-            if finished.is_error:
-                self._num_errors += 1
-                self._index.remove(key)
+        self._disk.poll()
+        reads, self._finished_reads = self._finished_reads, []
         return reads
 
-    def finish(self, finished: _Finished) -> None:
-        """Called by the two threads."""
-        self._finished.put(finished)
+    def settle(self, finished: _Finished) -> None:
+        """Enter what a thread did for this model into the books."""
+        job, key = finished.job, self._key(finished.job.name)
+        if isinstance(job, _Write):
+            self._num_writing -= 1
+            if not finished.is_error:
+                self._num_writes += 1
+                self._index.mark_written(key)
+        else:
+            self._index.end_read(key)
+            self._finished_reads.append((job.name, finished.data is not None))
+            if finished.data is not None:
+                self._ready[job.name] = finished.data
+        if finished.is_error:
+            self._num_errors += 1
+            self._index.remove(key)
 
     def discard(self, name: BlockHash) -> None:
         self._ready.pop(name, None)
@@ -239,6 +244,7 @@ class ModelDisk:
     def forget_reads(self) -> None:
         """The books were made anew: nobody waits for what was read."""
         self._ready.clear()
+        self._finished_reads.clear()
 
     def take(self, name: bytes) -> BlockData:
         if name not in self._ready:

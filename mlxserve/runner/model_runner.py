@@ -5,13 +5,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
-import numpy as np
 
-from mlxserve.core.block_data import BlockTransfer
 from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.step import (
-    BlockLoad,
-    BlockSave,
     DecodeRow,
     PrefillChunk,
     ScheduledStep,
@@ -20,6 +16,7 @@ from mlxserve.core.step import (
 )
 from mlxserve.errors import EngineError
 from mlxserve.runner import drafts
+from mlxserve.runner.block_io import BlockIO, Gathered
 from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.paged_model import PagedModel, Piece, Row
 from mlxserve.runner.sampler import SampleOutput, Sampler
@@ -59,7 +56,7 @@ class StartedStep:
 
 class ModelRunner:
     """`max_pass_tokens`: prefill tokens of one forward pass; a step with more is done in several.
-    `disk`: for steps with saves and loads."""
+    `block_io`: for steps with saves and loads."""
 
     def __init__(
         self,
@@ -67,12 +64,12 @@ class ModelRunner:
         *,
         max_pass_tokens: int,
         draft_model: DraftModel | None = None,
-        disk: BlockTransfer | None = None,
+        block_io: BlockIO | None = None,
     ) -> None:
         self._model = model
         self._draft_model = draft_model
         self._max_pass_tokens = max_pass_tokens
-        self._disk = disk
+        self._block_io = block_io
         self._sampler = Sampler()
         self._num_steps = 0
 
@@ -87,11 +84,12 @@ class ModelRunner:
         """
         storage = self._model.storage
         storage.grow(step.num_blocks[0])
-        saved = [(save, storage.block_bytes(save.blocks[0])) for save in step.saves]
-        if after is None:
-            self._save(saved)
-        if step.loads:
-            self._load(step.loads)
+        saved: Gathered = []
+        if self._block_io is not None:
+            saved = self._block_io.gather(step)
+            if after is None:
+                self._block_io.give(saved)
+            self._block_io.load(step)
         begin = time.perf_counter()
         if step.copies:
             storage.copy(step.copies)
@@ -118,7 +116,8 @@ class ModelRunner:
         if after is not None:
             begin = prefilled = after.wait()
             # Before the pass that was built above is evaluated: what reads the pools then would make it copy them.
-            self._save(saved)
+            if self._block_io is not None:
+                self._block_io.give(saved)
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
         token_masks = None
         if logits is not None and any(row.is_constrained for row in rows):
@@ -142,21 +141,6 @@ class ModelRunner:
         if prefilled is None:
             return StepResult(step_id, tokens, end - begin, None, started.scores, failures)
         return StepResult(step_id, tokens, prefilled - begin, end - prefilled, started.scores, failures)
-
-    def _save(self, saved: Sequence[tuple[BlockSave, dict[str, mx.array]]]) -> None:
-        for save, arrays in saved:
-            mx.eval(arrays)
-            self._required_disk.give(save, {name: np.asarray(array).tobytes() for name, array in arrays.items()})
-
-    def _load(self, loads: Sequence[BlockLoad]) -> None:
-        disk = self._required_disk
-        self._model.storage.write_blocks([(load.blocks[0], disk.take(load.name)) for load in loads])
-
-    @property
-    def _required_disk(self) -> BlockTransfer:
-        if self._disk is None:
-            raise EngineError("a step saves or loads blocks, and this runner has no disk")
-        return self._disk
 
     def reset(self) -> None:
         self._model.storage.clear()
