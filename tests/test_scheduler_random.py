@@ -11,9 +11,16 @@ from helpers_scheduler import BLOCK_SIZE, VOCABULARY, Driver, make_request, make
 from mlxserve.core.request import FinishReason, Request, RequestStatus, Speculation
 from mlxserve.core.step import ScheduledStep
 from mlxserve.errors import ContextLengthExceeded, QueueFull
+from mlxserve.kv import disk_tier
 
 MAX_STEPS_IN_SYSTEM = 1_500
 SEED = int(os.environ.get("MLXSERVE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+
+
+@pytest.fixture(autouse=True)
+def saves_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load is over too soon for blocks that wait their turn."""
+    monkeypatch.setattr(disk_tier, "STEPS_BETWEEN_SAVES", 1)
 
 
 class RandomLoad:

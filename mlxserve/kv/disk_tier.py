@@ -20,8 +20,10 @@ from mlxserve.kv.block_hash import BlockHash
 from mlxserve.kv.block_pool import BlockContent
 from mlxserve.kv.layer_group import LayerGroup
 
-SAVES_BESIDE_REQUESTS, SAVES_ALONE = 1, 4
-"""Blocks that a step hands to the disk: streams wait while they are copied, a millisecond or two for each."""
+SAVES_ALONE = 4
+"""Blocks that a step hands to the disk when there are no requests."""
+STEPS_BETWEEN_SAVES = 4
+"""Beside requests one block in so many steps: streams wait while it is copied, a millisecond or two."""
 LOADS_BESIDE_REQUESTS, LOADS_ALONE = 2, 8
 """Blocks from disk that a step writes into the cache."""
 MAX_READ_AHEAD = 16
@@ -77,6 +79,7 @@ class DiskTier:
         self._disk = disk
         self._unsaved: OrderedDict[BlockHash, BlockHash] = OrderedDict()
         """Parents of published blocks by name, in the order of publishing."""
+        self._num_steps = 0
         self._chains: dict[str, deque[BlockContent]] = {}
         """What waiting requests hope for, by request id, in order of position."""
         self._reading: set[BlockHash] = set()
@@ -117,7 +120,11 @@ class DiskTier:
     def plan_saves(self, *, is_busy: bool) -> list[BlockSave]:
         """Blocks for the disk, oldest first; before a step hands out blocks, also some that it is about to evict."""
         saves: list[BlockSave] = []
-        limit = min(SAVES_BESIDE_REQUESTS if is_busy else SAVES_ALONE, self._disk.num_free_slots)
+        self._num_steps += 1
+        limit = SAVES_ALONE
+        if is_busy:
+            limit = int(self._num_steps % STEPS_BETWEEN_SAVES == 0)
+        limit = min(limit, self._disk.num_free_slots)
         while self._unsaved and len(saves) < limit:
             name, parent = self._unsaved.popitem(last=False)
             blocks = self._blocks(name)
