@@ -17,7 +17,7 @@ from helpers_disk import block_files, opened, save_all
 from helpers_engine import Gate, held
 from tiny_models import CONTEXT_LENGTH, make_request, prompt
 
-from mlxserve.core.request import Request
+from mlxserve.core.request import Request, Speculation
 from mlxserve.core.stats import DiskStats
 from mlxserve.core.step import BlockLoad, BlockSave, PrefillChunk, ScheduledStep
 from mlxserve.engine import warm_up
@@ -25,6 +25,7 @@ from mlxserve.engine.build import build_engine
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.kv_disk import KVDisk
 from mlxserve.runner import device, probe
+from mlxserve.runner.block_io import BlockIO
 from mlxserve.runner.kv_storage import KVStorage, LayerShape
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import PagedModel
@@ -211,6 +212,35 @@ def test_the_fingerprint_sees_every_weight() -> None:
     assert weights_fingerprint(model) != before
 
 
+@pytest.mark.parametrize("draft_seed", [0, 1])
+def test_a_draft_models_blocks_come_along(tmp_path: Path, expected: list[int], draft_seed: int) -> None:
+    """After a restart it guesses as well as before: its keys and values are in the files."""
+
+    def served() -> tuple[list[int], Request, Engine]:
+        with opened(tmp_path) as kv_disk:
+            loaded, draft = (tiny_models.loaded(tiny_models.build("llama", seed=seed)) for seed in (0, draft_seed))
+            config = tiny_models.engine_config()
+            built = build_engine(loaded, config, device.detect(), CONTEXT_LENGTH, draft=draft, kv_disk=kv_disk)
+            request = make_request("r", PROMPT, NUM_TOKENS)
+            request.speculation = Speculation.DRAFT
+            got = answer(built.engine, request)
+            save_all(built.engine)
+        return got, request, built.engine
+
+    first, request, engine = served()
+    assert (first, request.num_cached_tokens) == (expected, 0)
+    before = engine.stats()
+    second, request, engine = served()
+    assert (second, request.num_cached_tokens) == (expected, 96)
+    after = engine.stats()
+    assert (after.num_draft_tokens, after.num_accepted_tokens) == (before.num_draft_tokens, before.num_accepted_tokens)
+    assert after.num_draft_tokens > 0
+    # Without it the model's blocks are others.
+    with opened(tmp_path) as kv_disk:
+        engine, request = make_engine(kv_disk), make_request("r", PROMPT, NUM_TOKENS)
+        assert (answer(engine, request), request.num_cached_tokens) == (expected, 0)
+
+
 def test_salted_requests_leave_nothing(tmp_path: Path, expected: list[int]) -> None:
     with opened(tmp_path) as kv_disk:
         engine = make_engine(kv_disk)
@@ -303,14 +333,14 @@ def test_a_step_that_fails_with_blocks_on_their_way(
 ) -> None:
     fill(tmp_path)
     failures = iter([True, False, True])
-    stock_load = ModelRunner._load
+    stock_load = BlockIO.load
 
-    def load(self: ModelRunner, loads: object) -> None:
-        if next(failures, False):
+    def load(self: BlockIO, step: ScheduledStep) -> None:
+        if step.loads and next(failures, False):
             raise RuntimeError("lost")
-        stock_load(self, loads)  # type: ignore[arg-type]
+        stock_load(self, step)
 
-    monkeypatch.setattr(ModelRunner, "_load", load)
+    monkeypatch.setattr(BlockIO, "load", load)
     with restarted(tmp_path) as (engine, request):
         answers = serve(engine, [(0, request), (3, make_request("b", PROMPT, NUM_TOKENS))])
         assert answers.num_failures >= 1
@@ -344,7 +374,7 @@ def test_saving_and_loading_copy_no_pool(ahead: bool) -> None:
         def take(self, name: bytes) -> dict[str, bytes]:
             return saved[name]
 
-    runner = ModelRunner(paged, max_pass_tokens=64, disk=Kept())
+    runner = ModelRunner(paged, max_pass_tokens=64, block_io=BlockIO([paged.storage], Kept()))
     chunk = PrefillChunk("a", tuple(range(64)), 0, ((5, 6),))
     runner.run(saving_step(0, num_blocks, prefill=(chunk,)))
     save = BlockSave(b"5", b"", (5,))

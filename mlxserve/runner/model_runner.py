@@ -90,6 +90,8 @@ class ModelRunner:
             if after is None:
                 self._block_io.give(saved)
             self._block_io.load(step)
+        elif step.saves or step.loads:
+            raise EngineError("a step saves or loads blocks, and this runner has no disk")
         begin = time.perf_counter()
         if step.copies:
             storage.copy(step.copies)
