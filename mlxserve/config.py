@@ -31,9 +31,15 @@ def config_dir() -> Path:
 
 
 def cache_dir() -> Path:
-    """Folder for what can be made again: the BLAS shim, measurements, REPL history (MLXSERVE_CACHE_DIR overrides)."""
+    """Folder for what can be made again: the BLAS shim, measurements, KV blocks, REPL history (MLXSERVE_CACHE_DIR
+    overrides)."""
     override = os.environ.get(ENV_PREFIX + "CACHE_DIR")
     return Path(override) if override else platformdirs.user_cache_path("mlxserve")
+
+
+def kv_disk_dir(config: "EngineConfig") -> Path:
+    """Folder of the KV blocks on disk."""
+    return config.kv_disk_path.expanduser() if config.kv_disk_path is not None else cache_dir() / "kv-blocks"
 
 
 def config_file() -> Path:
@@ -62,6 +68,10 @@ class EngineConfig:
     """Bits of an element of a key or value in the KV cache, 8 or 4; None: the model's own type."""
     enable_prefix_caching: bool = True
     """Reuse cached blocks of earlier requests that begin with the same tokens."""
+    kv_disk: int | None = None
+    """Bytes of KV blocks kept on disk at most, of all models together; None: none are."""
+    kv_disk_path: Path | None = None
+    """Folder of these blocks; None: `kv-blocks` in the cache folder."""
     target_itl_ms: float = 100.0
     """Milliseconds between two tokens of a stream that prompts computed beside it should not exceed."""
 
@@ -77,10 +87,14 @@ class EngineConfig:
         )
         for name in ("max_num_seqs", "max_queue"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_prefill_tokens", "max_model_len", "kv_cache_bytes", "request_timeout"):
+        for name in ("max_prefill_tokens", "max_model_len", "kv_cache_bytes", "kv_disk", "request_timeout"):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
         _require(self.kv_bits in (None, 8, 4), f"kv_bits must be 8 or 4, or be left out, not {self.kv_bits}")
+        _require(
+            self.kv_disk is None or self.enable_prefix_caching,
+            "kv_disk keeps blocks of the prefix cache, which is off: leave one of kv_disk and no-prefix-caching out",
+        )
         _require(
             math.isfinite(self.target_itl_ms) and self.target_itl_ms > 0,
             f"target_itl_ms must be positive, not {self.target_itl_ms}",

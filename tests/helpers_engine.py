@@ -28,6 +28,7 @@ from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation, ModelDescription, ServedModel
+from mlxserve.engine.kv_disk import KVDisk
 from mlxserve.errors import MlxserveError
 from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
@@ -360,6 +361,7 @@ class FakeBuild:
         context_length: int,
         *,
         draft: LoadedModel | None,
+        kv_disk: KVDisk | None,
     ) -> BuiltEngine:
         self.before_build()
         self.runners.append(FakeRunner())

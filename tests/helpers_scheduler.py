@@ -5,6 +5,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from helpers_disk import FakeDisk
+
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.sampling_params import SamplingParams
@@ -40,14 +42,24 @@ def make_request(request_id: str, prompt: Sequence[int], *, max_tokens: int = 8,
     return Request(request_id=request_id, prompt_token_ids=list(prompt), **(values | fields))  # type: ignore[arg-type]
 
 
-def make_kv(max_blocks: int, *, enable_prefix_caching: bool = True, block_size: int = BLOCK_SIZE) -> KVManager:
+def make_kv(
+    max_blocks: int,
+    *,
+    enable_prefix_caching: bool = True,
+    block_size: int = BLOCK_SIZE,
+    disk: FakeDisk | None = None,
+) -> KVManager:
     group = FullAttentionGroup(BlockPool(max_blocks), block_size)
-    return KVManager([group], block_size=block_size, model_id="m", enable_prefix_caching=enable_prefix_caching)
+    return KVManager(
+        [group], block_size=block_size, model_id="m", enable_prefix_caching=enable_prefix_caching, disk=disk
+    )
 
 
-def make_scheduler(max_blocks: int = 64, *, kv: KVManager | None = None, **settings: object) -> Scheduler:
+def make_scheduler(
+    max_blocks: int = 64, *, kv: KVManager | None = None, disk: FakeDisk | None = None, **settings: object
+) -> Scheduler:
     config = EngineConfig(block_size=BLOCK_SIZE, **settings)  # type: ignore[arg-type]
-    kv = kv or make_kv(max_blocks, enable_prefix_caching=config.enable_prefix_caching)
+    kv = kv or make_kv(max_blocks, enable_prefix_caching=config.enable_prefix_caching, disk=disk)
     budget = PrefillBudget(
         max_prefill_tokens=config.max_prefill_tokens or 2048,
         target_itl=config.target_itl_ms / 1000,
@@ -109,8 +121,9 @@ class FakeRunner:
     A started step reads and writes at once, which is the order of a device: it works on steps as they were given to it.
     """
 
-    def __init__(self, block_size: int = BLOCK_SIZE, seed: int = 0) -> None:
+    def __init__(self, block_size: int = BLOCK_SIZE, seed: int = 0, disk: FakeDisk | None = None) -> None:
         self.block_size = block_size
+        self.disk = disk
         self.blocks: list[list[int | None]] = []
         self.salts: dict[str, str | None] = {}
         self._states: dict[str, list[int]] = {}
@@ -156,6 +169,13 @@ class FakeRunner:
     def _result(self, step: ScheduledStep, after: Started | None) -> StepResult:
         for _ in range(len(self.blocks), step.num_blocks[0] if step.num_blocks else 0):
             self.blocks.append([None] * self.block_size)
+        for save in step.saves:
+            (block,) = save.blocks
+            assert None not in self.blocks[block], f"unwritten positions are saved: {save}"
+            self.disk.give(save, tuple(self.blocks[block]))
+        for load in step.loads:
+            (block,) = load.blocks
+            self.blocks[block] = list(self.disk.take(load.name))
         for copy in step.copies:
             source = self.blocks[copy.source]
             assert None not in source[: copy.num_tokens], f"copy of unwritten positions: {copy}"
@@ -252,13 +272,15 @@ class FakeRunner:
 class Driver:
     """Scheduler and fake runner, step by step, with integrity checks and every request's outcome."""
 
-    def __init__(self, scheduler: Scheduler, seed: int = 0, *, runs_ahead: bool = False) -> None:
+    def __init__(
+        self, scheduler: Scheduler, seed: int = 0, *, runs_ahead: bool = False, disk: FakeDisk | None = None
+    ) -> None:
         """`runs_ahead`: each step is started before the result of the one before is looked at, as Engine does it."""
         self.scheduler = scheduler
         self.runs_ahead = runs_ahead
         self.in_flight: tuple[ScheduledStep, Started] | None = None
         self.num_steps_ahead = 0
-        self.runner = FakeRunner(seed=seed)
+        self.runner = FakeRunner(seed=seed, disk=disk)
         self.now = 0.0
         self.steps: list[ScheduledStep] = []
         self.requests: dict[str, Request] = {}

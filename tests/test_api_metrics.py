@@ -11,7 +11,7 @@ from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics
 from mlxserve.config import ServerConfig
 from mlxserve.core.generation import Timings, Usage
-from mlxserve.core.stats import EngineStats, Observer, RequestRecord
+from mlxserve.core.stats import DiskStats, EngineStats, Observer, RequestRecord
 
 TIMINGS = Timings(front_end=0.1, queue=0.2, prefill=0.3, delivery=0.05, decode=1.0, total=2.0)
 NOT_STARTED = Timings(front_end=0.1, queue=0.0, prefill=0.0, delivery=0.0, decode=0.0, total=0.1)
@@ -79,6 +79,7 @@ def test_engines() -> None:
         num_prefix_hit_tokens=640,
         num_draft_tokens=300,
         num_accepted_tokens=210,
+        disk=DiskStats(True, 7, 7000, num_loaded_tokens=448, num_writes=9, num_errors=2),
     )
     host.engine_stats["fallback"] = EngineStats(1, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0)
     found = samples(get(host, Metrics(), "/metrics").text)
@@ -92,9 +93,16 @@ def test_engines() -> None:
         ("mlxserve_num_preemptions_total", "fake"): 1,
         ("mlxserve_spec_decode_num_draft_tokens_total", "fake"): 300,
         ("mlxserve_spec_decode_num_accepted_tokens_total", "fake"): 210,
+        ("mlxserve_kv_disk_enabled", "fake"): 1,
+        ("mlxserve_kv_disk_blocks", "fake"): 7,
+        ("mlxserve_kv_disk_bytes", "fake"): 7000,
+        ("mlxserve_kv_disk_hits_total", "fake"): 448,
+        ("mlxserve_kv_disk_writes_total", "fake"): 9,
+        ("mlxserve_kv_disk_errors_total", "fake"): 2,
     }
     assert found["mlxserve_kv_cache_usage_ratio", "fallback"] == 0
     assert found["mlxserve_num_requests_running", "fallback"] == 1
+    assert found["mlxserve_kv_disk_enabled", "fallback"] == 0
 
 
 def test_engines_are_asked_at_every_scrape() -> None:

@@ -6,7 +6,9 @@ MLXSERVE_TEST_SEED=n replays; MLXSERVE_TEST_COMBINATIONS=n tries more of them.
 import functools
 import os
 import random
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +16,7 @@ import mlx.nn as nn
 import pytest
 import tiny_models
 from helpers_arrivals import Answers, serve
+from helpers_disk import opened, save_all
 from tiny_models import GREEDY
 
 from mlxserve.core.request import FinishReason, Request, Speculation
@@ -22,6 +25,7 @@ from mlxserve.core.step import DecodeRow
 from mlxserve.engine import warm_up
 from mlxserve.engine.build import build_engine
 from mlxserve.engine.engine import Engine
+from mlxserve.engine.kv_disk import KVDisk
 from mlxserve.runner import device
 from mlxserve.runner.attention import paths
 from mlxserve.runner.model_runner import ModelRunner, StartedStep
@@ -42,6 +46,8 @@ together, in 28,800 draws."""
 class Combination:
     model: str
     enable_prefix_caching: bool
+    keeps_on_disk: bool
+    """Blocks are kept on disk, and the engine is built anew halfway."""
     runs_ahead: bool
     block_size: int
     max_prefill_tokens: int
@@ -62,6 +68,7 @@ class Combination:
         drawn = cls(
             model=rng.choice(["llama", "qwen3"]),
             enable_prefix_caching=rng.random() < 0.6,
+            keeps_on_disk=rng.random() < 0.5,
             runs_ahead=rng.random() < 0.6,
             block_size=rng.choice([16, 32, 64]),
             max_prefill_tokens=rng.choice([16, 64, 2048]),
@@ -78,6 +85,7 @@ class Combination:
         if drawn.kv_bits is not None:
             # Its keys are normed. In the llama checkpoint attention is so sharp that one code can decide an answer.
             drawn = replace(drawn, model="qwen3")
+        drawn = replace(drawn, keeps_on_disk=drawn.keeps_on_disk and drawn.enable_prefix_caching)
         # Few that are drawn preempt. Every fifth does, or nearly so.
         crowd = {"is_pool_tiny": True, "num_requests": 8, "max_num_seqs": 8, "block_size": 16}
         return replace(drawn, **crowd) if seed % 5 == 0 else drawn
@@ -237,7 +245,9 @@ def make_case(
     return Case(arrival, request, expected, is_whole, ties)
 
 
-def build(monkeypatch: pytest.MonkeyPatch, combination: Combination, cases: list[Case]) -> Engine:
+def build(
+    monkeypatch: pytest.MonkeyPatch, combination: Combination, cases: list[Case], kv_disk: KVDisk | None
+) -> Engine:
     longest = max(case.request.max_total_tokens for case in cases)
     # A tiny pool just holds the longest request (beside the scratch block): others that run with it outgrow it.
     num_blocks = 1 + -(-longest // combination.block_size) if combination.is_pool_tiny else 1000
@@ -258,7 +268,9 @@ def build(monkeypatch: pytest.MonkeyPatch, combination: Combination, cases: list
         draft = None
         if combination.draft_seed is not None:
             draft = tiny_models.loaded(tiny_models.build(combination.model, seed=combination.draft_seed))
-        return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH, draft=draft).engine
+        return build_engine(
+            loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH, draft=draft, kv_disk=kv_disk
+        ).engine
 
 
 def check_answers(cases: list[Case], answers: Answers) -> int:
@@ -282,7 +294,7 @@ def check_answers(cases: list[Case], answers: Answers) -> int:
 
 
 @pytest.mark.slow
-def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     num_starts_ahead = 0
     stock_start = ModelRunner.start
 
@@ -292,7 +304,8 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
         return stock_start(self, step, after, masks)  # type: ignore[arg-type]
 
     monkeypatch.setattr(ModelRunner, "start", start)
-    num_tokens = num_quantised_tokens = num_compared = num_hits = num_preemptions = num_drafts = num_accepted = 0
+    num_tokens = num_quantised_tokens = num_compared = num_hits = num_from_disk = num_preemptions = 0
+    num_drafts = num_accepted = 0
     for number in range(NUM_COMBINATIONS):
         rng = random.Random(SEED + number)
         combination = Combination.draw(SEED + number, rng)
@@ -302,28 +315,39 @@ def test_answers_do_not_depend_on_features_sizes_and_company(monkeypatch: pytest
         for index in range(combination.num_requests):
             sample_of = cases[-1] if cases and rng.random() < 0.25 else None
             cases.append(make_case(combination, index, prefix, sample_of, rng))
-        engine = build(monkeypatch, combination, cases)
-        before = num_starts_ahead
-        answers = serve(engine, [(case.arrival, case.request) for case in cases])
-        num_compared += check_answers(cases, answers)
-        num_quantised_tokens += combination.kv_bits is not None and sum(map(len, answers.tokens.values()))
+        for _ in range(2 if combination.keeps_on_disk else 1):
+            served = [replace(case, request=replace(case.request, prompt_logprobs=[])) for case in cases]
+            disk = opened(tmp_path / f"{number}") if combination.keeps_on_disk else nullcontext()
+            with disk as kv_disk:
+                engine = build(monkeypatch, combination, served, kv_disk)
+                before = num_starts_ahead
+                answers = serve(engine, [(case.arrival, case.request) for case in served])
+                save_all(engine)
+            num_compared += check_answers(served, answers)
+            num_quantised_tokens += combination.kv_bits is not None and sum(map(len, answers.tokens.values()))
 
-        stats = engine.stats()
-        assert combination.enable_prefix_caching or (stats.num_prefix_hit_tokens, stats.num_blocks_cached) == (0, 0)
-        assert combination.runs_ahead or num_starts_ahead == before
-        num_tokens += sum(map(len, answers.tokens.values()))
-        num_hits += stats.num_prefix_hit_tokens
-        num_preemptions += stats.num_preemptions
-        num_drafts += stats.num_draft_tokens
-        num_accepted += stats.num_accepted_tokens
-    print(f"{num_tokens} tokens, {num_compared} compared, {num_hits} from the cache, {num_starts_ahead} steps ahead,")
-    print(f"{num_preemptions} preemptions, {num_accepted} of {num_drafts} drafts right,")
+            stats = engine.stats()
+            assert combination.enable_prefix_caching or (stats.num_prefix_hit_tokens, stats.num_blocks_cached) == (0, 0)
+            assert combination.runs_ahead or num_starts_ahead == before
+            assert (stats.disk is not None) == combination.keeps_on_disk
+            assert stats.disk is None or (stats.disk.is_on and stats.disk.num_errors == 0)
+            num_tokens += sum(map(len, answers.tokens.values()))
+            num_hits += stats.num_prefix_hit_tokens
+            num_from_disk += stats.disk.num_loaded_tokens if stats.disk is not None else 0
+            num_preemptions += stats.num_preemptions
+            num_drafts += stats.num_draft_tokens
+            num_accepted += stats.num_accepted_tokens
+    print(f"{num_tokens} tokens, {num_compared} compared, {num_hits} from the cache, {num_from_disk} from disk,")
+    print(
+        f"{num_starts_ahead} steps ahead, {num_preemptions} preemptions, {num_accepted} of {num_drafts} drafts right,"
+    )
     print(f"{num_quantised_tokens} tokens with quantised caches")
     # Near ties end comparisons; were that the rule, this would test nothing.
     assert num_compared > 0.8 * num_tokens
     if NUM_COMBINATIONS >= 25:
         # The combinations must reach what they are there to test.
         assert num_hits > 0
+        assert num_from_disk > 0
         assert num_starts_ahead > 0
         assert num_preemptions > 0
         assert 0 < num_accepted < num_drafts

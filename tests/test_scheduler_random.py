@@ -5,14 +5,22 @@ import random
 from dataclasses import replace
 
 import pytest
+from helpers_disk import FakeDisk
 from helpers_scheduler import BLOCK_SIZE, VOCABULARY, Driver, make_request, make_scheduler
 
 from mlxserve.core.request import FinishReason, Request, RequestStatus, Speculation
 from mlxserve.core.step import ScheduledStep
 from mlxserve.errors import ContextLengthExceeded, QueueFull
+from mlxserve.kv import disk_tier
 
 MAX_STEPS_IN_SYSTEM = 1_500
 SEED = int(os.environ.get("MLXSERVE_TEST_SEED", "0")) or random.SystemRandom().randrange(1, 2**32)
+
+
+@pytest.fixture(autouse=True)
+def saves_in_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load is over too soon for blocks that wait their turn."""
+    monkeypatch.setattr(disk_tier, "STEPS_BETWEEN_SAVES", 1)
 
 
 class RandomLoad:
@@ -30,8 +38,15 @@ class RandomLoad:
             "target_itl_ms": self.random.choice([1.0, 20.0, 100.0]),
             "draft_model": self.random.choice([None, "d"]),
         }
-        self.scheduler = make_scheduler(self.max_blocks, **(settings | fixed))
-        self.driver = Driver(self.scheduler, seed, runs_ahead=runs_ahead)
+        has_disk = fixed.pop("has_disk", self.random.random() < 0.5)
+        settings["enable_prefix_caching"] |= has_disk
+        settings |= fixed
+        self.disk: FakeDisk | None = None
+        if has_disk:
+            chance_of_loss = self.random.choice([0.0, 0.05, 0.3])
+            self.disk = FakeDisk(seed, max_blocks=self.random.choice([5, 1000]), chance_of_loss=chance_of_loss)
+        self.scheduler = make_scheduler(self.max_blocks, disk=self.disk, **settings)
+        self.driver = Driver(self.scheduler, seed, runs_ahead=runs_ahead, disk=self.disk)
         self.histories: list[list[int]] = [[1, 2, 3]]
         self.first_step: dict[str, int] = {}
         self.last_step: dict[str, int] = {}
@@ -89,6 +104,8 @@ class RandomLoad:
 
     def step(self) -> None:
         self.abort_some(0.03)
+        if self.disk is not None and self.random.random() < 0.0003:
+            self.disk.is_on = False
         streams = [
             request.request_id
             for request in self.driver.requests.values()
@@ -119,6 +136,8 @@ def check(seed: int, *, num_requests: int, runs_ahead: bool, **fixed: int) -> Ra
     assert len(load.driver.outcomes) + load.num_refused == num_requests
     stats = load.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_blocks_used) == (0, 0, 0)
+    if load.disk is not None:
+        load.disk.check_empty()
     return load
 
 
@@ -132,6 +151,11 @@ def test_random_loads_compute_what_each_request_gives_alone(runs_ahead: bool) ->
     assert sum(load.scheduler.stats().num_preemptions for load in loads) > 0
     assert sum(load.scheduler.stats().num_prefix_hit_tokens for load in loads) > 0
     assert sum(load.driver.runner.num_copied_tokens for load in loads) > 0
+    disks = [load.disk for load in loads if load.disk is not None]
+    assert 0 < len(disks) < len(loads)
+    assert sum(disk.num_loaded for disk in disks) > 100
+    assert sum(disk.num_lost for disk in disks) > 0
+    assert any(step.saves and step.loads and step.decode for load in loads for step in load.driver.steps)
     assert (sum(load.driver.num_steps_ahead for load in loads) > 500) == runs_ahead
     assert sum(load.scheduler.stats().num_draft_tokens for load in loads) > 1_000
     assert sum(load.scheduler.stats().num_accepted_tokens for load in loads) > 100
@@ -154,13 +178,15 @@ def test_the_same_seed_gives_the_same_steps(runs_ahead: bool) -> None:
 @both_ways
 def test_nothing_leaks_over_ten_thousand_requests(runs_ahead: bool) -> None:
     # Settings that let it end soon: what it needs is many requests, not hard ones.
-    settings = {"max_num_seqs": 6, "max_blocks": 24, "max_prefill_tokens": 200, "max_queue": 20}
+    settings = {"max_num_seqs": 6, "max_blocks": 24, "max_prefill_tokens": 200, "max_queue": 20, "has_disk": True}
     load = check(SEED, num_requests=10_000, runs_ahead=runs_ahead, **settings)
     assert load.num_refused < 5_000
     kv = load.scheduler._kv
     assert kv._sequences == {}
     assert kv._computing == {}
     assert load.scheduler._flights == {}
+    assert kv._tier is not None
+    assert (kv._tier._chains, kv._tier._loading, kv._tier._reading, kv._tier._ready) == ({}, {}, set(), set())
     (group,) = kv._groups
     assert group.pool.num_free + group.pool.num_cached == group.pool.num_blocks - 1
 

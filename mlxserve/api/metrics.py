@@ -84,6 +84,12 @@ class EngineCollector(Collector):
                 "Share of the KV blocks that running requests hold",
                 lambda s: s.num_blocks_used / s.max_blocks if s.max_blocks else 0.0,
             ),
+            "kv_disk_enabled": (
+                "1 while KV blocks are kept on disk, 0 if not or no longer",
+                lambda s: bool(s.disk and s.disk.is_on),
+            ),
+            "kv_disk_blocks": ("KV blocks on disk", lambda s: s.disk.num_blocks if s.disk else 0),
+            "kv_disk_bytes": ("Bytes of KV blocks on disk", lambda s: s.disk.num_bytes if s.disk else 0),
         }
         counters: dict[str, tuple[str, Callable[[EngineStats], float]]] = {
             "prefix_cache_queries": (
@@ -93,6 +99,15 @@ class EngineCollector(Collector):
             "prefix_cache_hits": ("Prompt tokens found in the prefix cache", lambda s: s.num_prefix_hit_tokens),
             "spec_decode_num_draft_tokens": ("Drafts computed", lambda s: s.num_draft_tokens),
             "spec_decode_num_accepted_tokens": ("Drafts that were right", lambda s: s.num_accepted_tokens),
+            "kv_disk_hits": (
+                "Tokens whose KV blocks were brought back from disk",
+                lambda s: s.disk.num_loaded_tokens if s.disk else 0,
+            ),
+            "kv_disk_writes": ("KV blocks written to disk", lambda s: s.disk.num_writes if s.disk else 0),
+            "kv_disk_errors": (
+                "KV blocks on disk that could not be read, written or used",
+                lambda s: s.disk.num_errors if s.disk else 0,
+            ),
             "num_preemptions": ("Requests put back to make room", lambda s: s.num_preemptions),
         }
         stats = self._stats()

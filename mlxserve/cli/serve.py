@@ -8,6 +8,7 @@ import math
 import shlex
 import signal
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -47,11 +48,15 @@ def serve(
     max_prefill_tokens: Annotated[
         int | None, typer.Option(metavar="N", help="Prompt tokens a step.  [by device]")
     ] = None,
-    block_size: Annotated[int | None, typer.Option(metavar="N", help="Tokens a KV block.  [64]")] = None,
+    block_size: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     kv_cache_bytes: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Size of the KV cache.")
     ] = None,
     kv_bits: Annotated[int | None, typer.Option(metavar="8|4", hidden=True)] = None,
+    kv_disk: Annotated[
+        int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Keep KV blocks on disk.  [off]")
+    ] = None,
+    kv_disk_path: Annotated[Path | None, typer.Option(metavar="FOLDER", hidden=True)] = None,
     target_itl_ms: Annotated[
         float | None, typer.Option(metavar="MS", help="Pace of streams beside prompts.  [100]")
     ] = None,
@@ -80,6 +85,8 @@ def serve(
         block_size=block_size,
         kv_cache_bytes=kv_cache_bytes,
         kv_bits=kv_bits,
+        kv_disk=kv_disk,
+        kv_disk_path=kv_disk_path,
         target_itl_ms=target_itl_ms,
         enable_prefix_caching=False if no_prefix_caching else None,
         speculation=speculation,

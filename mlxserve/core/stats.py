@@ -7,6 +7,22 @@ from mlxserve.core.generation import Timings, Usage
 
 
 @dataclass(frozen=True, slots=True)
+class DiskStats:
+    """One model's blocks on disk at one moment. Counters only ever grow."""
+
+    is_on: bool
+    """False: it failed, and nothing is read or written any more."""
+    num_blocks: int
+    num_bytes: int
+    num_loaded_tokens: int
+    """Tokens whose keys and values were brought back from disk since start."""
+    num_writes: int
+    """Blocks written."""
+    num_errors: int
+    """Files that were not what they should be, and reads and writes that failed."""
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """One engine at one moment. Counters only ever grow."""
 
@@ -28,6 +44,8 @@ class EngineStats:
     """Drafts computed since start."""
     num_accepted_tokens: int
     """Of these, the ones that became tokens of an answer."""
+    disk: DiskStats | None = None
+    """None: the model keeps no blocks on disk."""
 
 
 @dataclass(frozen=True, slots=True)

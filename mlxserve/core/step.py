@@ -1,6 +1,7 @@
 """What crosses from scheduler to runner, and back: one frozen object each way.
 
-A step has two kinds of work. Runner order is the order of the fields: copies, prefill chunks, decode rows.
+A step has two kinds of work. The runner does saves, loads, copies, prefill chunks, decode rows, in
+this order.
 
 | kind         | tokens            | logits | needs                                             |
 |--------------|-------------------|--------|---------------------------------------------------|
@@ -96,6 +97,26 @@ class BlockCopy:
 
 
 @dataclass(frozen=True, slots=True)
+class BlockSave:
+    """Hand the contents that a full block had before this step to the disk."""
+
+    name: bytes
+    """The block's hash (see kv.block_hash)."""
+    parent: bytes
+    """Name of the block before it."""
+    blocks: BlockTable
+    """Its block in each layer group."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLoad:
+    """Write a block that was read from disk, and lies ready, into `blocks`: one of each layer group."""
+
+    name: bytes
+    blocks: BlockTable
+
+
+@dataclass(frozen=True, slots=True)
 class ScheduledStep:
     step_id: int
     copies: tuple[BlockCopy, ...]
@@ -105,6 +126,8 @@ class ScheduledStep:
     """Blocks each group's pool has now; the runner grows its storage to it before it runs."""
     released: tuple[str, ...] = ()
     """Requests that ended or were preempted since the last step; the runner drops what it keeps by request id."""
+    saves: tuple[BlockSave, ...] = ()
+    loads: tuple[BlockLoad, ...] = ()
 
     @property
     def num_prefill_tokens(self) -> int:
@@ -132,7 +155,7 @@ class StepResult:
     tokens: tuple[tuple[SampledToken, ...], ...]
     """Of each decode row, in order: the drafts that were right, and the token after them."""
     prefill_time: float
-    """Seconds spent on copies and prefill chunks."""
+    """Seconds spent on copies and prefill chunks; saves and loads are not in it."""
     decode_time: float | None
     """Seconds spent on decode rows, sampling included. None: they went through the model together with the last of the
     chunks, and prefill_time is the time of all."""

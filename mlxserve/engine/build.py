@@ -1,17 +1,21 @@
 """Puts an engine together for a loaded model: runner, cache size, scheduler, warm-up. Runs on the engine thread."""
 
 import dataclasses
+import hashlib
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 
 import mlx.core as mx
 
 from mlxserve.config import EngineConfig, cache_dir
 from mlxserve.engine import warm_up
 from mlxserve.engine.engine import Engine, Runner
+from mlxserve.engine.kv_disk import KVDisk, ModelDisk
 from mlxserve.errors import ModelLoadError
 from mlxserve.kv.block_pool import INITIAL_BLOCKS, BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
@@ -19,17 +23,20 @@ from mlxserve.kv.manager import KVManager
 from mlxserve.runner import cpu_ops, device, probe
 from mlxserve.runner.attention import paths
 from mlxserve.runner.attention.prefill import TiledAttention, fused_attention
+from mlxserve.runner.block_io import BlockIO, block_layout
 from mlxserve.runner.device import Device
 from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.fallback_runner import FallbackRunner
 from mlxserve.runner.kv_format import KVFormat, kv_format
-from mlxserve.runner.kv_storage import LayerShape
+from mlxserve.runner.kv_storage import KVStorage, LayerShape
 from mlxserve.runner.model_runner import ModelRunner
 from mlxserve.runner.paged_model import Kernels, PagedModel, UnsupportedByBlockCache
 from mlxserve.runner.rotary import Rotations
 from mlxserve.scheduler.budget import PrefillBudget
 from mlxserve.scheduler.drafting import Drafting
 from mlxserve.scheduler.scheduler import Scheduler
+from mlxserve.store.block_file import BlockFormat
+from mlxserve.store.fingerprint import weights_fingerprint
 from mlxserve.store.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
@@ -68,12 +75,13 @@ def build_engine(
     *,
     draft: LoadedModel | None = None,
     run_ahead: bool | None = None,
+    kv_disk: KVDisk | None = None,
 ) -> BuiltEngine:
     """An engine that has run its kernels once and knows about how long its steps take.
 
     `draft`: a smaller model of the same vocabulary that makes drafts for it.
     `run_ahead`: whether streams are computed one step ahead of their results, where the model allows it; None: whatever
-    measures faster.
+    measures faster. `kv_disk`: where to keep blocks beyond the process.
 
     Raises:
         ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length; `kv_bits` is
@@ -83,6 +91,10 @@ def build_engine(
     started = time.perf_counter()
     runner: Runner
     ahead_runner: ModelRunner | None = None
+    disk: ModelDisk | None = None
+    models = [loaded, *([] if draft is None else [draft])]
+    # Before they are tuned for the device, which changes their modules.
+    fingerprints = [weights_fingerprint(each.model) for each in models] if kv_disk is not None else []
     try:
         paged = paged_model(loaded, config, found, device_kernels(loaded, found))
     except UnsupportedByBlockCache as reason:
@@ -104,8 +116,16 @@ def build_engine(
         max_blocks = initial_blocks = 0
     else:
         draft_model = None if draft is None else _draft_model(draft, loaded, config, found)
-        runner = ahead_runner = ModelRunner(paged, max_pass_tokens=found.max_pass_tokens, draft_model=draft_model)
-        bytes_per_block = paged.storage.bytes_per_block + (draft_model.bytes_per_block if draft_model else 0)
+        storages = [paged.storage, *([] if draft_model is None else [draft_model.storage])]
+        if kv_disk is not None:
+            disk = _model_disk(models, fingerprints, config, storages, kv_disk)
+        runner = ahead_runner = ModelRunner(
+            paged,
+            max_pass_tokens=found.max_pass_tokens,
+            draft_model=draft_model,
+            block_io=None if disk is None else BlockIO(storages, disk),
+        )
+        bytes_per_block = sum(storage.bytes_per_block for storage in storages)
         max_blocks = _max_blocks(loaded, config, found, bytes_per_block)
         initial_blocks = _initial_blocks(config, max_blocks, bytes_per_block)
         context_length = min(context_length, (max_blocks - 1) * config.block_size)
@@ -128,7 +148,7 @@ def build_engine(
         time.perf_counter() - started,
     )
     drafting = Drafting(budget, takes_drafts=max_blocks > 0, has_draft_model=draft is not None)
-    make_scheduler = _scheduler_maker(loaded.name, config, budget, drafting, max_blocks, initial_blocks)
+    make_scheduler = _scheduler_maker(loaded.name, config, budget, drafting, max_blocks, initial_blocks, disk)
     return BuiltEngine(
         Engine(runner, make_scheduler, ahead_runner),
         context_length,
@@ -198,6 +218,30 @@ def _kv_format(loaded: LoadedModel, config: EngineConfig, shapes: Sequence[Layer
     return found
 
 
+def _model_disk(
+    models: Sequence[LoadedModel],
+    fingerprints: Sequence[str],
+    config: EngineConfig,
+    storages: Sequence[KVStorage],
+    kv_disk: KVDisk,
+) -> ModelDisk | None:
+    """The blocks on disk of a model, or of it and its draft model, if any can be kept.
+
+    Their key changes with whatever could change what is in a block of given tokens.
+    """
+    layout = block_layout(storages)
+    parts = {
+        "weights": fingerprints,
+        "configs": [model.config for model in models],
+        "code": metadata.version("mlx-lm"),
+        "block_size": config.block_size,
+        "kv_bits": config.kv_bits,
+        "layout": {name: dataclasses.astuple(array) for name, array in layout.items()},
+    }
+    key = hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()[:32]
+    return kv_disk.open_model(BlockFormat(key, layout), config.block_size)
+
+
 @mx.compile
 def _shifted_exp(scores: mx.array, maximum: mx.array) -> mx.array:
     return mx.exp(scores - maximum)
@@ -226,20 +270,24 @@ def _initial_blocks(config: EngineConfig, max_blocks: int, bytes_per_block: int)
 
 
 def _scheduler_maker(
-    model_id: str,
+    name: str,
     config: EngineConfig,
     budget: PrefillBudget,
     drafting: Drafting,
     max_blocks: int,
     initial_blocks: int,
+    disk: ModelDisk | None,
 ) -> Callable[[], Scheduler]:
     def make() -> Scheduler:
+        if disk is not None:
+            disk.forget_reads()
         groups = [FullAttentionGroup(BlockPool(max_blocks, initial_blocks), config.block_size)] if max_blocks else []
         kv = KVManager(
             groups,
             block_size=config.block_size,
-            model_id=model_id,
+            model_id=name if disk is None else disk.format.model,
             enable_prefix_caching=config.enable_prefix_caching,
+            disk=disk,
         )
         return Scheduler(config, kv, budget, drafting)
 

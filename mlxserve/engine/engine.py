@@ -71,6 +71,16 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether step() has nothing to compute until the disk has news."""
+        return self._scheduler.is_waiting
+
+    @property
+    def num_unsaved_blocks(self) -> int:
+        """KV blocks that are to be written to disk; step() does so when nothing else is to be computed."""
+        return self._scheduler.num_unsaved_blocks
+
     def add(self, request: Request) -> None:
         """Put a request into the waiting queue.
 

@@ -31,6 +31,9 @@ ARRIVAL_WINDOW = 0.01
 """Seconds that an idle engine waits, after a request came in, for others on their way through the tokenizer. Requests
 sent together would otherwise be split: the first computed alone, and the rest held back for its stream."""
 
+WAITING_POLL = 0.1
+"""Seconds between looks at the deadlines of requests that wait for blocks from disk."""
+
 
 @dataclass(frozen=True, slots=True)
 class Computed:
@@ -117,6 +120,10 @@ class EngineThread:
         self._put(_Call(function, future))  # type: ignore[arg-type]
         return future
 
+    def wake(self) -> None:
+        """Let engines that wait for the disk look at its news. Any thread may call it."""
+        self.call(lambda: None)
+
     def add_engine(self, name: str, engine: Engine) -> "Future[EngineHandle]":
         """Let an engine, made on the thread by call(), take its turns from now on."""
 
@@ -160,11 +167,12 @@ class EngineThread:
         """Handle every message there is, waiting for one when there is nothing to compute. False: stop."""
         arrivals_until = 0.0
         while True:
-            busy = any(handle.engine.has_work for handle in self._handles)
+            with_work = [handle.engine for handle in self._handles if handle.engine.has_work]
+            busy = any(not engine.is_waiting for engine in with_work)
             if not busy and self._inbox.empty():
                 self._check_integrity()
             try:
-                message = self._next_message(busy, arrivals_until)
+                message = self._next_message(busy, arrivals_until, WAITING_POLL if with_work else None)
             except queue.Empty:
                 return True
             if isinstance(message, _Stop):
@@ -173,10 +181,12 @@ class EngineThread:
                 arrivals_until = time.monotonic() + ARRIVAL_WINDOW
             self._handle(message)
 
-    def _next_message(self, busy: bool, arrivals_until: float) -> _Submit | _Abort | _Call | _Stop:
+    def _next_message(
+        self, busy: bool, arrivals_until: float, idle_timeout: float | None
+    ) -> _Submit | _Abort | _Call | _Stop:
         """Raises queue.Empty: none is there, and it is time to compute."""
         if not busy:
-            return self._inbox.get()
+            return self._inbox.get(timeout=idle_timeout)
         remaining = arrivals_until - time.monotonic()
         if remaining > 0 and any(handle.num_arriving for handle in self._handles):
             return self._inbox.get(timeout=remaining)

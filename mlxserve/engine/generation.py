@@ -113,6 +113,11 @@ class ServedModel:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
+    @property
+    def num_unsaved_blocks(self) -> int:
+        """KV blocks that are still to go to disk; of a dead model none."""
+        return 0 if self.death is not None else self._handle.engine.num_unsaved_blocks
+
     def stats(self) -> EngineStats:
         return self._handle.engine.stats()
 

@@ -8,13 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxserve.config import EngineConfig
+from mlxserve.config import EngineConfig, kv_disk_dir
 from mlxserve.core.request import Speculation
 from mlxserve.core.stats import EngineStats, Observer
 from mlxserve.engine import build
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.generation import ModelDescription, ServedModel
+from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
 from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
 from mlxserve.runner import device
 from mlxserve.runner.device import Device
@@ -26,6 +27,9 @@ from mlxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+SAVE_SECONDS = 5.0
+"""How long a stop waits for KV blocks to go to disk."""
+SAVE_POLL = 0.02
 TEXT_THREADS = 4
 """Templates and tokenizers share the interpreter; more threads than this only take turns."""
 
@@ -80,11 +84,18 @@ class ModelHost:
         self._is_closed = False
         self._thread: EngineThread | None = None
         self._device: Device | None = None
+        self._kv_disk: KVDisk | None = None
 
     async def start(self) -> None:
-        """Start the engine thread."""
-        self._thread = EngineThread(asyncio.get_running_loop(), device.release)
+        """Start the engine thread, and open the folder of KV blocks if there is to be one."""
+        loop = asyncio.get_running_loop()
+        self._thread = EngineThread(loop, device.release)
         self._thread.start()
+        if self._config.kv_disk is not None:
+            self._kv_disk = await loop.run_in_executor(
+                None, open_kv_disk, kv_disk_dir(self._config), self._config.kv_disk, self._thread.wake
+            )
+            self._kv_disk.start()
         self._device = await asyncio.wrap_future(self._thread.call(build.configure_device))
 
     async def get(self, name: str) -> ServedModel:
@@ -147,15 +158,33 @@ class ModelHost:
         return sum(model.num_in_flight for _, model in self._loaded())
 
     async def close(self, timeout: float) -> None:
-        """Give up loads, let requests finish for up to `timeout` seconds, cancel the rest, end the engine thread."""
+        """Give up loads, let requests finish for up to `timeout` seconds, cancel the rest, end the engine thread.
+
+        KV blocks that are to be kept on disk get another SAVE_SECONDS."""
         self._is_closed = True
         for task in self._models.values():
             task.cancel()
         await asyncio.gather(*(model.drain(timeout) for _, model in self._loaded()))
+        await self._save_blocks()
+        loop = asyncio.get_running_loop()
         if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(None, self._thread.stop)
+            await loop.run_in_executor(None, self._thread.stop)
+        if self._kv_disk is not None:
+            kv_disk, self._kv_disk = self._kv_disk, None
+            await loop.run_in_executor(None, kv_disk.close)
         # Prompts still there are tokenised in vain: cancelled, they would look as if their clients had gone.
         self._executor.shutdown(wait=False)
+
+    async def _save_blocks(self) -> None:
+        """Wait until engines without requests have handed all their blocks to the disk, which they do by themselves."""
+        if self._kv_disk is None or self._kv_disk.failure is not None:
+            return
+        end = time.monotonic() + SAVE_SECONDS
+        while any(model.num_unsaved_blocks for _, model in self._loaded()):
+            if time.monotonic() > end:
+                logger.warning("stopping without having written all KV blocks to disk")
+                return
+            await asyncio.sleep(SAVE_POLL)
 
     def _loaded(self) -> list[tuple[ModelSource, ServedModel]]:
         return [
@@ -189,7 +218,11 @@ class ModelHost:
         draft = await self._load_draft(source, tokenizer, thread, found)
         context_length = self._context_length(source, loaded.context_length)
         built = await asyncio.wrap_future(
-            thread.call(lambda: build.build_engine(loaded, self._config, found, context_length, draft=draft))
+            thread.call(
+                lambda: build.build_engine(
+                    loaded, self._config, found, context_length, draft=draft, kv_disk=self._kv_disk
+                )
+            )
         )
         await asyncio.wrap_future(thread.call(_exempt_from_collection))
         handle = await asyncio.wrap_future(thread.add_engine(source.name, built.engine))

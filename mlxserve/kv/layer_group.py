@@ -75,6 +75,18 @@ class LayerGroup(Protocol):
         """The copy from this block has run."""
         ...
 
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        """Let these blocks, in order of position, be evicted after all others."""
+        ...
+
+    def pin_new(self) -> int:
+        """Take a block for contents that come from elsewhere; ask the pool's `num_available` first."""
+        ...
+
+    def fill_pinned(self, block_id: int, content: BlockContent) -> None:
+        """A block of pin_new() holds `content` by now: let it answer prefix hits, and nobody hold it."""
+        ...
+
     def free(self, request_id: str) -> None:
         """Give up the table; published blocks stay hittable."""
         ...
@@ -155,6 +167,20 @@ class FullAttentionGroup:
     def unpin(self, block_id: int) -> None:
         self._pins[block_id] -= 1
         self._pool.release(block_id)
+
+    def touch(self, hashes: Sequence[BlockHash]) -> None:
+        for block_id in reversed(self._found(hashes)):
+            self._pool.hold(block_id)
+            self._pool.release(block_id)
+
+    def pin_new(self) -> int:
+        block_id = self._pool.take()
+        self._pins[block_id] += 1
+        return block_id
+
+    def fill_pinned(self, block_id: int, content: BlockContent) -> None:
+        self._pool.publish(block_id, content)
+        self.unpin(block_id)
 
     def free(self, request_id: str) -> None:
         # Last block first: a chain is useful only from its start, so its tail must be evicted before its head.

@@ -4,9 +4,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from mlxserve.core.request import Request
-from mlxserve.core.step import BlockCopy, BlockTable
+from mlxserve.core.stats import DiskStats
+from mlxserve.core.step import BlockCopy, BlockLoad, BlockSave, BlockTable
 from mlxserve.kv.block_hash import BlockHash, block_hash, root_hash
 from mlxserve.kv.block_pool import BlockContent, CacheIntegrityError
+from mlxserve.kv.disk_tier import BlockDisk, DiskTier
 from mlxserve.kv.layer_group import LayerGroup, TailMatch
 
 
@@ -19,7 +21,8 @@ class PrefixHit:
     tails: tuple[TailMatch, ...] = ()
     """One for each group, all of the same number of tokens; empty for none."""
     is_growing: bool = False
-    """A running request is computing the next block: who waits for it need not compute it again."""
+    """A running request is computing the next block, or it is on its way from disk: who waits for it need not compute
+    it again."""
 
 
 @dataclass(slots=True)
@@ -33,6 +36,8 @@ class _Sequence:
     """Name of the tokens between the last full block and the last token, whose decode row chooses the next one. None if
     there are none, or some request has computed them."""
     growing_hit: PrefixHit | None = None
+    asked_disk: bool = False
+    """Once is enough: what was brought from disk and evicted before the request could start is computed."""
 
 
 class KVManager:
@@ -43,14 +48,22 @@ class KVManager:
     """
 
     def __init__(
-        self, groups: Sequence[LayerGroup], *, block_size: int, model_id: str, enable_prefix_caching: bool = True
+        self,
+        groups: Sequence[LayerGroup],
+        *,
+        block_size: int,
+        model_id: str,
+        enable_prefix_caching: bool = True,
+        disk: BlockDisk | None = None,
     ) -> None:
+        """`model_id` names everything a block depends on beside its tokens; with a `disk` also across restarts."""
         self._groups = tuple(groups)
         self._block_size = block_size
         self._model_id = model_id
         self._enable_prefix_caching = enable_prefix_caching and bool(groups)
         self._sequences: dict[str, _Sequence] = {}
         self._computing: dict[BlockHash, str] = {}
+        self._tier = DiskTier(groups, disk) if disk is not None and self._enable_prefix_caching else None
 
     @property
     def block_size(self) -> int:
@@ -78,6 +91,25 @@ class KVManager:
     def num_cached_blocks(self) -> int:
         return sum(group.pool.num_cached for group in self._groups)
 
+    @property
+    def num_unsaved_blocks(self) -> int:
+        """Blocks that are still to be written to disk, evicted ones among them."""
+        return 0 if self._tier is None else self._tier.num_unsaved
+
+    @property
+    def can_save(self) -> bool:
+        """Whether plan_saves() might have something."""
+        return self._tier is not None and self._tier.can_save
+
+    @property
+    def has_disk_news(self) -> bool:
+        """Whether the disk has done something since poll_disk()."""
+        return self._tier is not None and self._tier.has_news
+
+    @property
+    def disk_stats(self) -> DiskStats | None:
+        return None if self._tier is None else self._tier.stats()
+
     def find_cached_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix of the request's tokens. It never covers the last one, which must be computed."""
         if not self._enable_prefix_caching:
@@ -97,6 +129,8 @@ class KVManager:
             sequence.growing_hit = PrefixHit(hit.num_tokens, hit.hashes, is_growing=True)
             return sequence.growing_hit
         sequence.growing_hit = None
+        if self._is_coming_from_disk(request, sequence, hit):
+            return PrefixHit(hit.num_tokens, hit.hashes, is_growing=True)
         return self._with_tails(request, sequence, hit)
 
     def can_admit(self, request: Request, hit: PrefixHit, reserve: int = 0) -> bool:
@@ -120,6 +154,8 @@ class KVManager:
         if not self._enable_prefix_caching:
             return copies
         sequence = self._sequence(request)
+        if self._tier is not None:
+            self._tier.touch(hit.hashes)
         sequence.num_published_blocks = len(hit.hashes)
         if hit.num_tokens == request.num_tokens - 1:
             sequence.tail = None
@@ -163,6 +199,9 @@ class KVManager:
             name = sequence.hashes[index]
             self._publish_block(request, index, self._parent(sequence, index), name)
             self._stop_computing(name, request)
+            # A salt keeps blocks from everybody else: they are not put where they outlive the process.
+            if self._tier is not None and request.cache_salt is None:
+                self._tier.add_published(name, self._parent(sequence, index))
         sequence.num_published_blocks = max(sequence.num_published_blocks, num_full_blocks)
         tail_index, num_tail_tokens = divmod(request.num_computed_tokens, self._block_size)
         if sequence.tail is not None and request.num_uncomputed_tokens <= 1:
@@ -175,6 +214,8 @@ class KVManager:
     def free(self, request: Request) -> None:
         """Give back the request's blocks. Published ones stay hittable, and so does the partly filled last one."""
         sequence = self._sequences.pop(request.request_id, None)
+        if self._tier is not None:
+            self._tier.forget(request.request_id)
         if not any(group.has_table(request.request_id) for group in self._groups):
             return
         if self._enable_prefix_caching and sequence is not None:
@@ -185,6 +226,27 @@ class KVManager:
                 self._stop_computing(name, request)
         for group in self._groups:
             group.free(request.request_id)
+
+    def poll_disk(self) -> None:
+        """Take what the disk has read and written meanwhile."""
+        if self._tier is not None:
+            self._tier.poll()
+
+    def plan_saves(self, *, is_busy: bool) -> list[BlockSave]:
+        """Blocks to be written to disk, fewer when requests are there. They must be read before the step writes any."""
+        return [] if self._tier is None else self._tier.plan_saves(is_busy=is_busy)
+
+    def plan_loads(self, *, num_running: int) -> list[BlockLoad]:
+        """Blocks from disk for requests that wait, as long as a block is left for each that runs.
+
+        They must be written before anything else of the step runs; finish_loads() lets them answer hits.
+        """
+        return [] if self._tier is None else self._tier.plan_loads(num_running=num_running)
+
+    def finish_loads(self, loads: Iterable[BlockLoad]) -> None:
+        """The step with these loads ran."""
+        if self._tier is not None:
+            self._tier.finish_loads(loads)
 
     def check_integrity(self, running: Iterable[Request]) -> None:
         """Raises CacheIntegrityError unless exactly the running requests hold blocks and all counts agree."""
@@ -226,6 +288,28 @@ class KVManager:
         content = BlockContent(parent, self._block_tokens(request, index)[:num_written], name)
         for group in self._groups:
             group.publish(request.request_id, index, content)
+
+    def _is_coming_from_disk(self, request: Request, sequence: _Sequence, hit: PrefixHit) -> bool:
+        """Whether blocks behind the hit are on their way; the first time, those that lie on disk are sent for."""
+        tier = self._tier
+        if tier is None:
+            return False
+        if sequence.asked_disk:
+            return tier.is_fetching(request.request_id)
+        sequence.asked_disk = True
+        contents: list[BlockContent] = []
+        for index in range(len(hit.hashes), min((request.num_tokens - 1) // self._block_size, len(sequence.hashes))):
+            name = sequence.hashes[index]
+            if not tier.has(name):
+                break
+            contents.append(BlockContent(self._parent(sequence, index), self._block_tokens(request, index), name))
+        if not contents:
+            return False
+        # What is in memory must not be evicted for what comes after it.
+        for group in self._groups:
+            group.touch(hit.hashes)
+        tier.fetch(request.request_id, contents)
+        return True
 
     def _with_tails(self, request: Request, sequence: _Sequence, hit: PrefixHit) -> PrefixHit:
         index = len(hit.hashes)

@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from mlxserve.core.step import BlockCopy, BlockTable, DecodeRow, DraftOrder
 from mlxserve.errors import EngineError
+from mlxserve.runner.kv_storage import KVStorage
 from mlxserve.runner.paged_model import PagedModel, Piece
 
 MAX_CATCH_UP_ROWS = 4
@@ -27,8 +28,8 @@ class DraftModel:
         self._vocab_size = vocab_size
 
     @property
-    def bytes_per_block(self) -> int:
-        return self._model.storage.bytes_per_block
+    def storage(self) -> KVStorage:
+        return self._model.storage
 
     def prepare(self, num_blocks: int, copies: Sequence[BlockCopy]) -> None:
         self._model.storage.grow(num_blocks)

@@ -9,10 +9,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten
 
+from mlxserve.core.block_data import ArrayLayout, BlockData, BlockLayout
 from mlxserve.core.step import BlockCopy
 from mlxserve.errors import EngineError
 from mlxserve.runner.kv_format import PLAIN, KVFormat
+
+_DTYPES = {
+    "F32": mx.float32,
+    "F16": mx.float16,
+    "BF16": mx.bfloat16,
+    "U32": mx.uint32,
+    "U8": mx.uint8,
+}
+_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+"""As safetensors calls the types that a pool may have."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +107,32 @@ class KVStorage:
         if self._pools is None:
             raise EngineError("the KV cache was lost in a step that failed")
         return self._pools
+
+    def block_layout(self) -> BlockLayout:
+        """The arrays of one block: its part of each pool, named by the pool's place in `Pools`."""
+        return {
+            name: ArrayLayout(_DTYPE_NAMES[pool.dtype], pool.shape[1:], pool.nbytes // pool.shape[0])
+            for name, pool in self._named_pools()
+        }
+
+    def block_bytes(self, block_id: int) -> dict[str, mx.array]:
+        """The arrays of one block as (bytes,) of uint8, unevaluated: evaluate them before the pools are written to."""
+        # Gathered and not sliced: a slice shares the pool's memory, and while it lives the next write is a copy.
+        index = mx.array([block_id])
+        return {name: pool[index].reshape(-1).view(mx.uint8) for name, pool in self._named_pools()}
+
+    def write_blocks(self, blocks: Sequence[tuple[int, BlockData]]) -> None:
+        """Put contents that block_bytes() gave, of whatever process, into blocks."""
+        targets = mx.array([block_id for block_id, _ in blocks])
+        for name, pool in self._named_pools():
+            joined = mx.array(np.frombuffer(b"".join(data[name] for _, data in blocks), np.uint8))
+            pool[targets] = joined.view(pool.dtype).reshape(len(blocks), *pool.shape[1:])
+        mx.eval(self.arrays())
+
+    def _named_pools(self) -> list[tuple[str, mx.array]]:
+        """Whatever pools there are, as long as they are in blocks along their first axis."""
+        named: list[tuple[str, mx.array]] = tree_flatten(self.arrays())
+        return named
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy blocks into other blocks, whole: past the positions asked for, the target is written before it is read.

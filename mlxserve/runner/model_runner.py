@@ -1,4 +1,4 @@
-"""Computes a ScheduledStep on the block cache: copies, then prefill chunks, then all decode rows at once."""
+"""Computes a ScheduledStep on the block cache: saves, loads, copies, prefill chunks, then all decode rows at once."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,9 +7,16 @@ from dataclasses import dataclass, replace
 import mlx.core as mx
 
 from mlxserve.core.constraint import MaskSource, TokenMasks
-from mlxserve.core.step import DecodeRow, PrefillChunk, ScheduledStep, StepResult, TokenLogprobs
+from mlxserve.core.step import (
+    DecodeRow,
+    PrefillChunk,
+    ScheduledStep,
+    StepResult,
+    TokenLogprobs,
+)
 from mlxserve.errors import EngineError
 from mlxserve.runner import drafts
+from mlxserve.runner.block_io import BlockIO, Gathered
 from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.paged_model import PagedModel, Piece, Row
 from mlxserve.runner.sampler import SampleOutput, Sampler
@@ -48,12 +55,21 @@ class StartedStep:
 
 
 class ModelRunner:
-    """`max_pass_tokens`: prefill tokens of one forward pass; a step with more is done in several."""
+    """`max_pass_tokens`: prefill tokens of one forward pass; a step with more is done in several.
+    `block_io`: for steps with saves and loads."""
 
-    def __init__(self, model: PagedModel, *, max_pass_tokens: int, draft_model: DraftModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PagedModel,
+        *,
+        max_pass_tokens: int,
+        draft_model: DraftModel | None = None,
+        block_io: BlockIO | None = None,
+    ) -> None:
         self._model = model
         self._draft_model = draft_model
         self._max_pass_tokens = max_pass_tokens
+        self._block_io = block_io
         self._sampler = Sampler()
         self._num_steps = 0
 
@@ -66,9 +82,17 @@ class ModelRunner:
         With `after`, the step before, which may be under way: the graph of this one is built meanwhile, and given to
         the device when that one has ended. Not earlier: writing to a pool that a step under way still reads copies it.
         """
-        begin = time.perf_counter()
         storage = self._model.storage
         storage.grow(step.num_blocks[0])
+        saved: Gathered = []
+        if self._block_io is not None:
+            saved = self._block_io.gather(step)
+            if after is None:
+                self._block_io.give(saved)
+            self._block_io.load(step)
+        elif step.saves or step.loads:
+            raise EngineError("a step saves or loads blocks, and this runner has no disk")
+        begin = time.perf_counter()
         if step.copies:
             storage.copy(step.copies)
         if self._draft_model is not None:
@@ -93,6 +117,9 @@ class ModelRunner:
             logits = self._logits(positions, token_ids)
         if after is not None:
             begin = prefilled = after.wait()
+            # Before the pass that was built above is evaluated: what reads the pools then would make it copy them.
+            if self._block_io is not None:
+                self._block_io.give(saved)
         # Not before the wait: for some rows the sampler evaluates the logits, and with them the writes to the pool.
         token_masks = None
         if logits is not None and any(row.is_constrained for row in rows):

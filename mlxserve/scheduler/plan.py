@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from mlxserve.core.request import Request
-from mlxserve.core.step import BlockCopy
+from mlxserve.core.step import BlockCopy, BlockLoad, BlockSave
 from mlxserve.scheduler.budget import StepLoad
 from mlxserve.scheduler.drafting import Drafts
 
@@ -20,6 +20,8 @@ class Plan:
     chunk_ends: dict[Request, int] = field(default_factory=dict)
     """Position after the last one of each prefill chunk; equal to num_computed_tokens where none is needed."""
     copies: list[BlockCopy] = field(default_factory=list)
+    saves: list[BlockSave] = field(default_factory=list)
+    loads: list[BlockLoad] = field(default_factory=list)
 
     def load(self, without: Request | None = None) -> StepLoad:
         """Decode rows of prompts that end in this step do not count: nobody waits for their next token yet."""
@@ -30,6 +32,10 @@ class Plan:
             if request is not without and end > request.num_computed_tokens:
                 load = load.with_chunk(request.num_computed_tokens, end - request.num_computed_tokens)
         return load
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.streams or self.chunks() or self.rows() or self.saves or self.loads)
 
     def chunks(self) -> list[tuple[Request, int]]:
         return [(request, end) for request, end in self.chunk_ends.items() if end > request.num_computed_tokens]

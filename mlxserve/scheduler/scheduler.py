@@ -7,7 +7,6 @@ from mlxserve.core.constraint import ConstrainedRow
 from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.stats import EngineStats
 from mlxserve.core.step import (
-    BlockCopy,
     DecodeRow,
     PrefillChunk,
     RequestOutput,
@@ -61,6 +60,7 @@ class Scheduler:
         self._num_prefix_hit_tokens = 0
         self._finish_interval = MIN_RETRY_AFTER
         self._last_finish: float | None = None
+        self._found_nothing = False
 
     @property
     def max_total_tokens(self) -> int | None:
@@ -70,7 +70,18 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether schedule() or take_finished() has something to give."""
-        return bool(self._requests or self._released or self._finished or self._flights)
+        has_requests = self._requests or self._released or self._finished or self._flights
+        return bool(has_requests or self._kv.can_save or self._kv.has_disk_news)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether schedule() has nothing to give until the disk has news: all requests wait for what it reads."""
+        return self._found_nothing and not (self._finished or self._kv.can_save or self._kv.has_disk_news)
+
+    @property
+    def num_unsaved_blocks(self) -> int:
+        """Blocks that are to be written to disk when there is time."""
+        return self._kv.num_unsaved_blocks
 
     def add(self, request: Request) -> None:
         """Queue a request.
@@ -94,6 +105,7 @@ class Scheduler:
             )
         self._requests[request.request_id] = request
         self._waiting.add(request)
+        self._found_nothing = False
 
     def abort(self, request_id: str, reason: FinishReason) -> None:
         """End a request in whatever state it is; one that has ended already, or is unknown, stays as it is.
@@ -104,6 +116,7 @@ class Scheduler:
         request = self._requests.get(request_id)
         if request is not None:
             self._finish_early(request, reason)
+            self._found_nothing = False
 
     def take_finished(self) -> list[RequestOutput]:
         """Outputs, without a token, of requests that ended outside of update(): aborted, timed out."""
@@ -113,10 +126,12 @@ class Scheduler:
     def schedule(self, now: float) -> ScheduledStep | None:
         """The next step, or None if there is nothing to compute. Requests past their deadline end here.
 
-        A step without rows and chunks only carries `released`.
+        A step without rows and chunks only carries `released`, saves or loads.
         """
         self._end_expired(now)
+        self._kv.poll_disk()
         plan = Plan(now)
+        plan.saves.extend(self._kv.plan_saves(is_busy=bool(self._requests)))
 
         # Every stream advances in every step. What that costs bounds the prefill beside it.
         for request in tuple(self._running):
@@ -135,8 +150,10 @@ class Scheduler:
             self._grant_chunk(plan, request, is_share=False)
 
         # Whoever needs a block has it by now.
+        plan.loads.extend(self._kv.plan_loads(num_running=len(self._running)))
         self._make_room_for_drafts(plan)
-        if not plan.streams and not plan.chunks() and not plan.rows() and not self._released:
+        self._found_nothing = plan.is_empty and not self._released
+        if self._found_nothing:
             return None
         return self._give_out(plan)
 
@@ -166,7 +183,9 @@ class Scheduler:
         if not rows:
             return None
         decode = [self._decode_row(request, None, request.num_tokens) for request in rows]
-        return self._launch(Flight(chunks=[], rows=rows), (), (), decode)
+        self._kv.poll_disk()
+        plan = Plan(now, saves=self._kv.plan_saves(is_busy=True))
+        return self._launch(Flight(chunks=[], rows=rows), plan, (), decode)
 
     def constrained_rows(self, step: ScheduledStep, pending: Mapping[str, int]) -> list[ConstrainedRow]:
         """The rows of a step given out whose requests have a constraint, in order; all drafts of it are made.
@@ -200,6 +219,7 @@ class Scheduler:
             # What scoring a prompt costs is no measure for other steps.
             self._budget.observe(step, result)
         self._kv.finish_copies(step.copies)
+        self._kv.finish_loads(step.loads)
         scores = iter(result.scores)
         for (request, end), chunk in zip(flight.chunks, step.prefill, strict=True):
             chunk_scores = next(scores) if chunk.scored_ids else ()
@@ -263,6 +283,7 @@ class Scheduler:
             num_prefix_hit_tokens=self._num_prefix_hit_tokens,
             num_draft_tokens=self._drafting.num_draft_tokens,
             num_accepted_tokens=self._drafting.num_accepted_tokens,
+            disk=self._kv.disk_stats,
         )
 
     def check_integrity(self) -> None:
@@ -393,7 +414,7 @@ class Scheduler:
             )
             for request in flight.rows
         ]
-        return self._launch(flight, plan.copies, prefill, decode)
+        return self._launch(flight, plan, prefill, decode)
 
     def _decode_row(self, request: Request, token_id: int | None, start: int, drafts: Drafts = NO_DRAFTS) -> DecodeRow:
         output_index = start + 1 - request.num_prompt_tokens
@@ -415,17 +436,19 @@ class Scheduler:
     def _launch(
         self,
         flight: Flight,
-        copies: Sequence[BlockCopy],
+        plan: Plan,
         prefill: Sequence[PrefillChunk],
         decode: Sequence[DecodeRow],
     ) -> ScheduledStep:
         step = ScheduledStep(
             step_id=self._num_steps,
-            copies=tuple(copies),
+            copies=tuple(plan.copies),
             prefill=tuple(prefill),
             decode=tuple(decode),
             num_blocks=self._kv.num_blocks,
             released=tuple(self._released),
+            saves=tuple(plan.saves),
+            loads=tuple(plan.loads),
         )
         self._flights[step.step_id] = flight
         self._released = []
