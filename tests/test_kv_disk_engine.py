@@ -274,16 +274,18 @@ def test_streams_go_on_while_the_disk_reads(
         engine.add(make_request("stream", prompt(20, seed=9), 60))
         num_tokens = 0
         while num_tokens < 5:
-            num_tokens += sum(output.token is not None for output in engine.step())
+            num_tokens += sum(len(output.tokens) for output in engine.step())
         engine.add(request)
         while num_tokens < 40:
             outputs = engine.step()
             assert {output.request_id for output in outputs} == {"stream"}
-            num_tokens += len(outputs)
+            num_tokens += sum(len(output.tokens) for output in outputs)
         gate.open()
-        got = []
+        got: list[int] = []
         while engine.has_work:
-            got += [output.token.token_id for output in engine.step() if output.request_id == "again" and output.token]
+            for output in engine.step():
+                if output.request_id == "again":
+                    got += [token.token_id for token in output.tokens]
         assert got == expected
         assert request.num_cached_tokens == 96
 
