@@ -77,6 +77,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m", help="alias, folder or .gguf file")
     parser.add_argument("--draft-model", default=None, help="alias, folder or .gguf file of the same vocabulary")
     parser.add_argument("--kinds", nargs="+", default=["auto"], choices=["auto", "ngram", "draft"])
+    parser.add_argument("--only", default="", metavar="WORD", help="prompts whose name has this word")
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=96, help="longest answer")
     parser.add_argument(
@@ -92,7 +93,7 @@ def main() -> None:
     print(f"{arguments.model}, {platform.machine()}, {os.cpu_count()} cores, {bench.device.name}, BLAS: {info}")
     print(f"greedy, {arguments.streams} streams, up to {arguments.tokens} tokens, {arguments.turns} turns\n")
     print("| prompt | tokens | kind | tokens/s | accepted | speed-up |\n|---|---|---|---|---|---|")
-    for prompt in PROMPTS:
+    for prompt in (prompt for prompt in PROMPTS if arguments.only in prompt.name):
         for line in bench.rows(prompt, arguments.turns, arguments.tokens, arguments.streams, show=arguments.show):
             print(line, flush=True)
 
