@@ -1,11 +1,21 @@
 """A step while the scheduler makes it, and what it remembers of one that was given out."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from mlxserve.core.request import Request
-from mlxserve.core.step import BlockCopy, BlockLoad, BlockSave
+from mlxserve.core.step import (
+    BlockCopy,
+    BlockLoad,
+    BlockSave,
+    BlockTable,
+    DecodeRow,
+    PrefillChunk,
+    RequestOutput,
+    SampledToken,
+)
 from mlxserve.scheduler.budget import StepLoad
-from mlxserve.scheduler.drafting import Drafts
+from mlxserve.scheduler.drafting import NO_DRAFTS, Drafts
 
 
 @dataclass(slots=True)
@@ -51,3 +61,52 @@ class Flight:
 
     chunks: list[tuple[Request, int]]
     rows: list[Request]
+
+
+def prefill_chunk(request: Request, end: int, tables: tuple[BlockTable, ...]) -> PrefillChunk:
+    """The request's next chunk, up to before position `end`."""
+    start = request.num_computed_tokens
+    return PrefillChunk(
+        request_id=request.request_id,
+        token_ids=tuple(request.token_ids[start:end]),
+        start=start,
+        block_tables=tables,
+        scored_ids=request.scored_ids(start, end),
+        num_top=request.sampling.prompt_logprobs or 0,
+    )
+
+
+def decode_row(
+    request: Request, token_id: int | None, start: int, tables: tuple[BlockTable, ...], drafts: Drafts = NO_DRAFTS
+) -> DecodeRow:
+    """The row of the request's token at position `start`."""
+    output_index = start + 1 - request.num_prompt_tokens
+    return DecodeRow(
+        request_id=request.request_id,
+        token_id=token_id,
+        start=start,
+        block_tables=tables,
+        sampling=request.sampling,
+        seed=request.seed,
+        output_index=output_index,
+        history=request.penalty_history(start),
+        banned_token_ids=request.banned_token_ids(output_index),
+        is_constrained=request.constraint is not None,
+        draft_token_ids=drafts.token_ids,
+        draft_order=drafts.order,
+    )
+
+
+def request_output(request: Request, tokens: Sequence[SampledToken] = (), error: str | None = None) -> RequestOutput:
+    """What is to be told of a request that got these tokens, or ended."""
+    return RequestOutput(
+        request_id=request.request_id,
+        tokens=tuple(tokens),
+        num_computed_tokens=request.num_computed_tokens,
+        num_cached_tokens=request.num_cached_tokens,
+        num_draft_tokens=request.num_draft_tokens,
+        num_accepted_tokens=request.num_accepted_tokens,
+        finish_reason=request.finish_reason,
+        prompt_logprobs=tuple(request.prompt_logprobs) if 0 < request.num_output_tokens == len(tokens) else (),
+        error=error,
+    )

@@ -14,12 +14,12 @@ from mlxserve.core.step import (
     ScheduledStep,
     StepResult,
 )
-from mlxserve.errors import ContextLengthExceeded, EngineError, InvalidParameter, QueueFull
-from mlxserve.kv.block_pool import CacheIntegrityError
+from mlxserve.errors import EngineError, InvalidParameter, QueueFull
 from mlxserve.kv.manager import KVManager, PrefixHit
 from mlxserve.scheduler.budget import PrefillBudget
-from mlxserve.scheduler.drafting import NO_DRAFTS, Drafting, Drafts
-from mlxserve.scheduler.plan import Flight, Plan
+from mlxserve.scheduler.checks import check_length, check_queues
+from mlxserve.scheduler.drafting import NO_DRAFTS, Drafting
+from mlxserve.scheduler.plan import Flight, Plan, decode_row, prefill_chunk, request_output
 from mlxserve.scheduler.waiting_queue import WaitingQueue
 
 MAX_BYPASSED = 8
@@ -93,9 +93,7 @@ class Scheduler:
         """
         if request.request_id in self._requests:
             raise InvalidParameter(f"request id {request.request_id!r} is in use", param="request_id")
-        if request.num_tokens == 0:
-            raise InvalidParameter("the prompt is empty; it needs one token at least", param="prompt")
-        self._check_length(request)
+        check_length(request, self.max_total_tokens)
         # A burst may come in before any step could start some of it.
         if len(self._requests) >= self._config.max_num_seqs + self._config.max_queue:
             retry_after = min(max(self._finish_interval, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
@@ -182,7 +180,7 @@ class Scheduler:
             self._kv.extend(request, request.num_tokens + 1)
         if not rows:
             return None
-        decode = [self._decode_row(request, None, request.num_tokens) for request in rows]
+        decode = [decode_row(request, None, request.num_tokens, self._kv.block_tables(request)) for request in rows]
         self._kv.poll_disk()
         plan = Plan(now, saves=self._kv.plan_saves(is_busy=True))
         return self._launch(Flight(chunks=[], rows=rows), plan, (), decode)
@@ -234,7 +232,7 @@ class Scheduler:
                 if index in result.failures:
                     self._finish(request, FinishReason.ERROR)
                     error = f"the answer cannot go on within its grammar: {result.failures[index]}"
-                    outputs.append(self._output(request, error=error))
+                    outputs.append(request_output(request, error=error))
                 else:
                     outputs.append(self._append_tokens(request, row, tokens, now))
         return outputs
@@ -254,7 +252,7 @@ class Scheduler:
                 request.status = RequestStatus.FINISHED
                 request.finish_reason = FinishReason.ERROR
                 self._drafting.forget(request)
-                outputs.append(self._output(request))
+                outputs.append(request_output(request))
                 continue
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.WAITING
@@ -289,18 +287,7 @@ class Scheduler:
     def check_integrity(self) -> None:
         """Raises CacheIntegrityError unless queues, request states and block counts all agree."""
         self._kv.check_integrity(self._running)
-        for status, requests in ((RequestStatus.RUNNING, self._running), (RequestStatus.WAITING, self._waiting)):
-            for request in requests:
-                if request.status is not status or self._requests.get(request.request_id) is not request:
-                    raise CacheIntegrityError(f"request {request.request_id} is {status.value} and not known as such")
-                if request.num_uncomputed_tokens < 1:
-                    raise CacheIntegrityError(f"request {request.request_id} has no token left to compute")
-                if status is RequestStatus.WAITING and request.num_computed_tokens > 0:
-                    raise CacheIntegrityError(f"request {request.request_id} waits and has computed tokens")
-        if len(self._running) + len(self._waiting) != len(self._requests):
-            raise CacheIntegrityError("some request is neither running nor waiting, or both")
-        if len(self._running) > self._config.max_num_seqs:
-            raise CacheIntegrityError("more requests run than max_num_seqs allows")
+        check_queues(self._requests, self._running, list(self._waiting), self._config.max_num_seqs)
 
     # --- schedule() ---
 
@@ -397,41 +384,18 @@ class Scheduler:
 
     def _give_out(self, plan: Plan) -> ScheduledStep:
         flight = Flight(chunks=plan.chunks(), rows=plan.rows())
-        prefill = [
-            PrefillChunk(
-                request_id=request.request_id,
-                token_ids=tuple(request.token_ids[request.num_computed_tokens : end]),
-                start=request.num_computed_tokens,
-                block_tables=self._kv.block_tables(request),
-                scored_ids=request.scored_ids(request.num_computed_tokens, end),
-                num_top=request.sampling.prompt_logprobs or 0,
-            )
-            for request, end in flight.chunks
-        ]
+        prefill = [prefill_chunk(request, end, self._kv.block_tables(request)) for request, end in flight.chunks]
         decode = [
-            self._decode_row(
-                request, request.token_ids[-1], request.num_tokens - 1, plan.drafts.get(request, NO_DRAFTS)
+            decode_row(
+                request,
+                request.token_ids[-1],
+                request.num_tokens - 1,
+                self._kv.block_tables(request),
+                plan.drafts.get(request, NO_DRAFTS),
             )
             for request in flight.rows
         ]
         return self._launch(flight, plan, prefill, decode)
-
-    def _decode_row(self, request: Request, token_id: int | None, start: int, drafts: Drafts = NO_DRAFTS) -> DecodeRow:
-        output_index = start + 1 - request.num_prompt_tokens
-        return DecodeRow(
-            request_id=request.request_id,
-            token_id=token_id,
-            start=start,
-            block_tables=self._kv.block_tables(request),
-            sampling=request.sampling,
-            seed=request.seed,
-            output_index=output_index,
-            history=request.penalty_history(start),
-            banned_token_ids=request.banned_token_ids(output_index),
-            is_constrained=request.constraint is not None,
-            draft_token_ids=drafts.token_ids,
-            draft_order=drafts.order,
-        )
 
     def _launch(
         self,
@@ -477,7 +441,7 @@ class Scheduler:
             if self._last_finish is not None:
                 self._finish_interval = 0.8 * self._finish_interval + 0.2 * (now - self._last_finish)
             self._last_finish = now
-        return self._output(request, tokens[:num_appended])
+        return request_output(request, tokens[:num_appended])
 
     def _preempt(self, request: Request) -> None:
         """Back to the front of the queue. Its blocks stay hashed, so that it usually finds them when it resumes."""
@@ -492,7 +456,7 @@ class Scheduler:
 
     def _finish_early(self, request: Request, reason: FinishReason) -> None:
         self._finish(request, reason)
-        self._finished.append(self._output(request))
+        self._finished.append(request_output(request))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.status is RequestStatus.RUNNING:
@@ -505,33 +469,3 @@ class Scheduler:
         del self._requests[request.request_id]
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
-
-    def _output(self, request: Request, tokens: Sequence[SampledToken] = (), error: str | None = None) -> RequestOutput:
-        return RequestOutput(
-            request_id=request.request_id,
-            tokens=tuple(tokens),
-            num_computed_tokens=request.num_computed_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_draft_tokens=request.num_draft_tokens,
-            num_accepted_tokens=request.num_accepted_tokens,
-            finish_reason=request.finish_reason,
-            prompt_logprobs=tuple(request.prompt_logprobs) if 0 < request.num_output_tokens == len(tokens) else (),
-            error=error,
-        )
-
-    def _check_length(self, request: Request) -> None:
-        if request.max_total_tokens <= request.num_tokens:
-            raise ContextLengthExceeded(
-                f"the prompt has {request.num_tokens} tokens and prompt and answer together may have "
-                f"{request.max_total_tokens}: shorten the prompt",
-                num_tokens=request.num_tokens + 1,
-                limit=request.max_total_tokens,
-            )
-        limit = self.max_total_tokens
-        if limit is not None and request.max_total_tokens > limit:
-            raise ContextLengthExceeded(
-                f"prompt and answer may have {request.max_total_tokens} tokens and the KV cache holds {limit}: "
-                "shorten the prompt, lower max_tokens, or give the cache more memory (kv_cache_bytes)",
-                num_tokens=request.max_total_tokens,
-                limit=limit,
-            )
