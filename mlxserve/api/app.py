@@ -42,7 +42,10 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
     page = PageRoutes(read_files())
     app = Starlette(
         routes=[Route("/health", health), Route("/metrics", scrape), *openai.routes(), *page.routes()],
-        middleware=[Middleware(RequestScope), Middleware(Security, config=config, paths_without_key={"/health", *page.paths})],
+        middleware=[
+            Middleware(RequestScope),
+            Middleware(Security, config=config, paths_without_key={"/health", *page.paths}),
+        ],
         exception_handlers={
             HTTPException: _answer_error,
             MlxserveError: _answer_error,

@@ -1,1 +1,1 @@
-"""The web page at /: a chat, and a view of what the engine does. The files are static; `static/main.js` is their start."""
+"""The web page at /: a chat, and a view of the engine's inside. Static files; `static/main.js` is their start."""

@@ -65,7 +65,7 @@ class PageRoutes:
         return [Route(path, self.get_file) for path in sorted(self._files)]
 
     async def get_file(self, request: Request) -> Response:
-        file = self._files[request.url.path]
+        file = self._files[request.scope["path"]]
         headers = {**HEADERS, "etag": file.etag}
         known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
         if file.etag in known:
@@ -76,7 +76,7 @@ class PageRoutes:
 def read_files(folder: Path = FOLDER) -> dict[str, StaticFile]:
     """All files of the page by name."""
     files = {}
-    for path in sorted(folder.iterdir()):
+    for path in sorted(path for path in folder.iterdir() if path.suffix in MEDIA_TYPES):
         content = path.read_bytes()
         digest = hashlib.sha256(content).hexdigest()[:32]
         files[path.name] = StaticFile(content, MEDIA_TYPES[path.suffix], f'"{digest}"')

@@ -50,7 +50,7 @@ async function request(path, options = {}) {
     try {
       response = await fetch(new URL(path, document.baseURI), { ...options, headers, credentials: "omit" });
     } catch (error) {
-      if (error.name === "AbortError") throw error;
+      if (options.signal?.aborted) throw error;
       throw new ApiError("The server does not answer. Is mlxserve still running?", 0);
     }
     if (response.ok) return response;
@@ -78,7 +78,7 @@ export async function listModels() {
   return (await getJson("v1/models")).data;
 }
 
-/** Yields the chunks of a streamed chat completion. Throws ApiError, or AbortError when `signal` fires. */
+/** Yields the chunks of a streamed chat completion. Throws ApiError, or the reason of `signal`. */
 export async function* streamChat(body, signal) {
   const release = await streamSlot(signal);
   try {
@@ -96,7 +96,7 @@ export async function* streamChat(body, signal) {
     }
     throw new ApiError("The connection ended before the answer did.", 0);
   } catch (error) {
-    if (error instanceof ApiError || error.name === "AbortError") throw error;
+    if (error instanceof ApiError || signal.aborted) throw error;
     throw new ApiError("The connection to the server broke off.", 0);
   } finally {
     release();

@@ -55,6 +55,10 @@ export class ChatView {
     return conversation;
   }
 
+  interrupt() {
+    for (const conversation of this.conversations.values()) conversation.interrupt();
+  }
+
   newChat(beside) {
     const chat = this.store.create(this.active?.chat.model);
     this.show(chat, beside);

@@ -95,10 +95,6 @@ export class ChatStore extends EventTarget {
     if (!this.unsaved.has(chat.id)) this.unsaved.set(chat.id, setTimeout(() => this.save(chat), SAVE_EVERY_MS));
   }
 
-  saveAll() {
-    for (const id of [...this.unsaved.keys()]) this.save(this.chats.get(id));
-  }
-
   saveDefaults({ model, system, parameters }) {
     try {
       localStorage.setItem(DEFAULTS, JSON.stringify({ model, system, parameters }));

@@ -33,7 +33,15 @@ export class Conversation extends EventTarget {
   }
 
   stop() {
-    this.stopper?.abort();
+    this.stopper?.abort("stopped");
+  }
+
+  /** The page goes away: what there is of the answer is kept now, there is no later. */
+  interrupt() {
+    if (!this.isRunning) return;
+    this.chat.messages.at(-1).state = "interrupted";
+    this.store.save(this.chat);
+    this.stopper.abort("interrupted");
   }
 
   async answer() {
@@ -59,7 +67,7 @@ export class Conversation extends EventTarget {
       }
       message.state = "done";
     } catch (error) {
-      message.state = this.stopper.signal.aborted ? "stopped" : "failed";
+      message.state = this.stopper.signal.aborted ? this.stopper.signal.reason : "failed";
       if (message.state === "failed") message.error = error.message;
     }
     this.stopper = null;

@@ -19,7 +19,7 @@ const insideView = new InsideView(byId("inside"));
 onKeyNeeded(askForKey);
 store.load();
 store.addEventListener("full", () => notify("storage", "The browser's storage is full: new messages are not kept. Export or delete some chats."));
-window.addEventListener("pagehide", () => store.saveAll());
+window.addEventListener("pagehide", () => chatView.interrupt());
 byId("drawer").append(icon("menu"));
 byId("top-end").append(keyButton(), themeButton());
 chatView.start();
