@@ -44,18 +44,21 @@ class Checkout:
     def __init__(self, folder: Path) -> None:
         self.root = folder / "a checkout"
         self.log = folder / "log"
-        self._tools = folder / "tools"
+        self.tools = folder / "tools"
         shutil.copytree(REPOSITORY / "scripts", self.root / "scripts")
         shutil.copytree(REPOSITORY / ".ci", self.root / ".ci")
         shutil.copy(REPOSITORY / "pyproject.toml", self.root)
-        self._tools.mkdir()
+        self.tools.mkdir()
         for name in ("python3.13", "python3.12", "python3.11", "python3", "python"):
-            (self._tools / name).write_text(FAKE_PYTHON)
-            (self._tools / name).chmod(0o755)
+            (self.tools / name).write_text(FAKE_PYTHON)
+            (self.tools / name).chmod(0o755)
+        # .ci/run would install a browser otherwise.
+        (self.tools / "chromium").write_text("")
+        (self.tools / "chromium").chmod(0o755)
 
     def run(self, script: str, *args: str, cwd: Path | None = None, **env: str) -> subprocess.CompletedProcess[str]:
         self.log.write_text("")
-        path = f"{self._tools}{os.pathsep}{os.environ['PATH']}"
+        path = f"{self.tools}{os.pathsep}{os.environ['PATH']}"
         env = {
             **os.environ,
             "PATH": path,
@@ -109,6 +112,30 @@ def test_test_runs_all_checks_and_passes_arguments_on(checkout: Checkout) -> Non
     assert checkout.calls() == [*checks[:3], "-m pytest"]
 
 
+APT = """#!/usr/bin/env bash
+echo "apt-get $*" >>"$LOG"
+[[ "$*" != *"$FAILING"* ]]
+"""
+
+
+@pytest.mark.parametrize("failing", ["nothing fails", "update -qq", "install -y"])
+def test_ci_installs_a_browser_where_it_can(checkout: Checkout, failing: str) -> None:
+    tools = checkout.tools
+    (tools / "chromium").unlink()
+    for name, text in (("apt-get", APT), ("id", "#!/usr/bin/env bash\necho 0\n")):
+        (tools / name).write_text(text)
+        (tools / name).chmod(0o755)
+    for name in ("bash", "dirname", "cat", "cp", "mkdir", "rm", "cksum", "sleep"):
+        (tools / name).symlink_to(shutil.which(name))
+    done = checkout.run(".ci/run", PATH=str(tools), FAILING=failing)
+    assert done.returncode == 0, done.stderr
+    calls = checkout.calls()
+    assert calls[0] == "apt-get update -qq"
+    assert ("apt-get install -y -qq --no-install-recommends chromium" in calls) == (failing != "update -qq")
+    assert ("will be skipped" in done.stderr) == (failing != "nothing fails")
+    assert calls[-1] == "-m pytest"
+
+
 @pytest.mark.parametrize("failing", ["ruff check", "ruff format", "mypy", "pytest"])
 def test_a_failed_check_fails_the_script(checkout: Checkout, failing: str) -> None:
     assert checkout.run("scripts/test", FAILING=failing).returncode == 3
@@ -157,7 +184,10 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
         metadata = email.message_from_bytes(archive.read(f"{info}/METADATA"))
         entry_points = archive.read(f"{info}/entry_points.txt").decode()
         aliases = tomllib.loads(archive.read("mlxserve/models.toml").decode())
-    sources = {str(path.relative_to(REPOSITORY)) for path in (REPOSITORY / "mlxserve").rglob("*.py")}
+    package = REPOSITORY / "mlxserve"
+    files = [*package.rglob("*.py"), *(package / "api" / "page" / "static").iterdir()]
+    sources = {str(path.relative_to(REPOSITORY)) for path in files}
+    assert "mlxserve/api/page/static/index.html" in sources
     assert sources | {"mlxserve/py.typed", f"{info}/licenses/LICENSE"} <= names
     assert not [name for name in names if not name.startswith(("mlxserve/", info))]
     assert "smollm2-135m" in aliases

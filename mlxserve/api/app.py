@@ -13,6 +13,7 @@ from starlette.routing import Route
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.errors import error_response
 from mlxserve.api.openai.routes import OpenAIRoutes
+from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
 from mlxserve.api.security import Security
 from mlxserve.config import ServerConfig
@@ -38,9 +39,13 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    page = PageRoutes(read_files())
     app = Starlette(
-        routes=[Route("/health", health), Route("/metrics", scrape), *openai.routes()],
-        middleware=[Middleware(RequestScope), Middleware(Security, config=config)],
+        routes=[Route("/health", health), Route("/metrics", scrape), *openai.routes(), *page.routes()],
+        middleware=[
+            Middleware(RequestScope),
+            Middleware(Security, config=config, paths_without_key={"/health", *page.paths}),
+        ],
         exception_handlers={
             HTTPException: _answer_error,
             MlxserveError: _answer_error,

@@ -7,6 +7,7 @@ rebinding it arrives under a foreign Host; so both are checked, whatever address
 import hmac
 import ipaddress
 import re
+from collections.abc import Set
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -26,12 +27,14 @@ class Security:
     """ASGI middleware in front of every route.
 
     Refuses with 403 a Host that is neither loopback, nor the bind host, nor configured (bound to all addresses, any IP
-    address will do: rebinding needs a name), and an Origin that is neither loopback nor configured; with 401 a wrong or
-    missing API key, except for /health. Answers CORS preflights of the origins it accepts.
+    address will do: rebinding needs a name), and an Origin that is neither loopback, nor the server's own, nor
+    configured; with 401 a wrong or missing API key, except for `paths_without_key`. Answers CORS preflights of the
+    origins it accepts.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
+    def __init__(self, app: ASGIApp, config: ServerConfig, paths_without_key: Set[str]) -> None:
         self._app = app
+        self._paths_without_key = paths_without_key
         self._any_address = config.host in ("", "0.0.0.0", "::")
         self._hosts = _names((config.host, *config.allowed_hosts))
         self._origins = _names(config.allowed_origins)
@@ -43,7 +46,8 @@ class Security:
             return
         headers = Headers(scope=scope)
         origin = headers.get("origin")
-        accepted_origin = origin if origin is not None and self._accepts_origin(origin) else None
+        accepted = origin is not None and (self._accepts_origin(origin) or self._is_own_origin(origin, headers))
+        accepted_origin = origin if accepted else None
 
         async def send_secured(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -64,7 +68,7 @@ class Security:
             answerer = self._app
             if origin is not None and scope["method"] == "OPTIONS" and "access-control-request-method" in headers:
                 answerer = _preflight_response(headers)
-            elif scope["path"] != "/health":
+            elif scope["path"] not in self._paths_without_key:
                 self._check_api_key(headers)
         except HTTPException as error:
             answerer = error_response(error)
@@ -88,6 +92,13 @@ class Security:
         except ValueError:
             return False
         return name is not None and is_loopback(name)
+
+    def _is_own_origin(self, origin: str, headers: Headers) -> bool:
+        """Whether the request comes from this server's own page, at an address by which it may be reached."""
+        hosts = [host.lower() for host in headers.getlist("host")]
+        return any(origin.lower() in (f"http://{host}", f"https://{host}") for host in hosts) and all(
+            self._accepts_host(host_name(host)) for host in hosts
+        )
 
     def _check_api_key(self, headers: Headers) -> None:
         if self._api_key is None:
