@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 from mlxserve import blas
 from mlxserve.config import EngineConfig
 from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TokenPrompt
+from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -112,7 +113,9 @@ async def one_turn(model: str, config: EngineConfig, prompt: list[int]) -> Turn:
     try:
         served = await host.get(model)
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True)
-        async for event in await served.generate(GenerationRequest("turn", TokenPrompt(tuple(prompt)), sampling)):
+        # Without drafts: several tokens of a step have no time between them.
+        request = GenerationRequest("turn", TokenPrompt(tuple(prompt)), sampling, speculation=Speculation.OFF)
+        async for event in await served.generate(request):
             if isinstance(event, TextDelta):
                 turn.token_ids += [token.token_id for token in event.tokens]
             elif isinstance(event, Finished):
