@@ -126,7 +126,7 @@ def test_preemption(loaded: LoadedModel, make_engine: MakeEngine, enable_prefix_
     engine = make_engine(
         block_size=16,
         max_prefill_tokens=64,
-        kv_cache_bytes=26 * 16 * bytes_per_token,
+        kv_cache_bytes=18 * 16 * bytes_per_token,
         enable_prefix_caching=enable_prefix_caching,
     )
     requests = make_requests(loaded, SHORT_CASES[:8], max_tokens=32)
