@@ -230,7 +230,20 @@ class TestChat:
         assert page.evaluate("fetch('/v1/models').then((response) => response.status)") == 200
         assert len(site.host.requests) == 5
         site.host.script.first_token.open()
-        page.wait_for_function("window.ended === 8")
+        wait_until(lambda: page.evaluate("window.ended") == 8)
+
+    def test_what_waits_in_the_browser_says_so(self, site: Site) -> None:
+        site.host.script.first_token = Gate()
+        page = site.open()
+        for number in range(6):
+            ask(page, f"Question {number}")
+            expect(answers(page)).to_contain_text("Not sent yet" if number == 5 else "Waiting for the first token")
+            page.get_by_role("button", name="New chat", exact=True).click()
+        assert len(site.host.requests) == 5
+        expect(page.get_by_label("streaming")).to_have_count(6)
+        page.get_by_role("button", name="streaming Question 0").click()
+        page.keyboard.press("Escape")
+        wait_until(lambda: len(site.host.requests) == 6)
 
     def test_delete(self, site: Site) -> None:
         site.host.script.endless = True

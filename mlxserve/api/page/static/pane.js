@@ -190,7 +190,7 @@ export class Pane {
       { class: "welcome" },
       element("p", { class: "welcome-title" }, "What shall the model answer?"),
       element("ul", {}, IDEAS.map(idea)),
-      element("p", { class: "hint" }, `Up to ${MAX_STREAMS} answers stream at once; a browser opens no more connections to one server.`),
+      element("p", { class: "hint" }, `Ask in several chats at once: up to ${MAX_STREAMS} answers stream together.`),
     );
   }
 }
