@@ -232,6 +232,22 @@ class TestChat:
         site.host.script.first_token.open()
         wait_until(lambda: page.evaluate("window.ended") == 8)
 
+    def test_the_log_follows_until_somebody_scrolls_up(self, site: Site) -> None:
+        site.host.script.text, site.host.script.endless = "Line\n\n", True
+        page = site.open()
+        ask(page, "Go on")
+        log = page.get_by_role("log")
+        rest = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
+        wait_until(lambda: log.evaluate("(log) => log.scrollHeight > 2 * log.clientHeight"))
+        assert log.evaluate(rest) < 48
+        page.get_by_role("button", name="New chat beside").click()
+        log = log.first
+        wait_until(lambda: log.evaluate(rest) < 48)
+        log.evaluate("(log) => (log.scrollTop = 10)")
+        before = length(page.locator(".pane").first)
+        wait_until(lambda: length(page.locator(".pane").first) > before + 100)
+        assert log.evaluate("(log) => log.scrollTop") == 10
+
     def test_what_waits_in_the_browser_says_so(self, site: Site) -> None:
         site.host.script.first_token = Gate()
         page = site.open()
@@ -491,6 +507,7 @@ class TestLook:
         "> See [Wikipedia](https://en.wikipedia.org/wiki/Sieve_of_Eratosthenes).\n"
     )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("theme", ["light", "dark"])
     @pytest.mark.parametrize("width", ["desktop", "phone"])
     def test_screens(self, browser: Browser, tmp_path: Path, theme: str, width: str) -> None:
