@@ -230,7 +230,36 @@ class TestChat:
         assert page.evaluate("fetch('/v1/models').then((response) => response.status)") == 200
         assert len(site.host.requests) == 5
         site.host.script.first_token.open()
-        page.wait_for_function("window.ended === 8")
+        wait_until(lambda: page.evaluate("window.ended") == 8)
+
+    def test_the_log_follows_until_somebody_scrolls_up(self, site: Site) -> None:
+        site.host.script.text, site.host.script.endless = "Line\n\n", True
+        page = site.open()
+        ask(page, "Go on")
+        log = page.get_by_role("log")
+        rest = "(log) => log.scrollHeight - log.scrollTop - log.clientHeight"
+        wait_until(lambda: log.evaluate("(log) => log.scrollHeight > 2 * log.clientHeight"))
+        assert log.evaluate(rest) < 48
+        page.get_by_role("button", name="New chat beside").click()
+        log = log.first
+        wait_until(lambda: log.evaluate(rest) < 48)
+        log.evaluate("(log) => (log.scrollTop = 10)")
+        before = length(page.locator(".pane").first)
+        wait_until(lambda: length(page.locator(".pane").first) > before + 100)
+        assert log.evaluate("(log) => log.scrollTop") == 10
+
+    def test_what_waits_in_the_browser_says_so(self, site: Site) -> None:
+        site.host.script.first_token = Gate()
+        page = site.open()
+        for number in range(6):
+            ask(page, f"Question {number}")
+            expect(answers(page)).to_contain_text("Not sent yet" if number == 5 else "Waiting for the first token")
+            page.get_by_role("button", name="New chat", exact=True).click()
+        assert len(site.host.requests) == 5
+        expect(page.get_by_label("streaming")).to_have_count(6)
+        page.get_by_role("button", name="streaming Question 0").click()
+        page.keyboard.press("Escape")
+        wait_until(lambda: len(site.host.requests) == 6)
 
     def test_delete(self, site: Site) -> None:
         site.host.script.endless = True
@@ -478,6 +507,7 @@ class TestLook:
         "> See [Wikipedia](https://en.wikipedia.org/wiki/Sieve_of_Eratosthenes).\n"
     )
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("theme", ["light", "dark"])
     @pytest.mark.parametrize("width", ["desktop", "phone"])
     def test_screens(self, browser: Browser, tmp_path: Path, theme: str, width: str) -> None:

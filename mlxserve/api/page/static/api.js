@@ -78,10 +78,11 @@ export async function listModels() {
   return (await getJson("v1/models")).data;
 }
 
-/** Yields the chunks of a streamed chat completion. Throws ApiError, or the reason of `signal`. */
-export async function* streamChat(body, signal) {
+/** Yields the chunks of a streamed chat completion; `onSent` is called when the request goes out. Throws ApiError, or the reason of `signal`. */
+export async function* streamChat(body, signal, onSent = () => {}) {
   const release = await streamSlot(signal);
   try {
+    onSent();
     const response = await request("v1/chat/completions", {
       method: "POST",
       headers: { "Content-Type": "application/json" },

@@ -24,7 +24,7 @@ export class ChatView {
   start() {
     this.sidebar.append(
       element("button", { type: "button", class: "primary wide", click: () => this.newChat(false) }, icon("plus"), "New chat"),
-      element("button", { type: "button", class: "wide", click: () => this.newChat(true) }, icon("beside"), "New chat beside"),
+      element("button", { type: "button", class: "wide not-narrow", click: () => this.newChat(true) }, icon("beside"), "New chat beside"),
       this.list,
       element("p", { class: "hint sidebar-hint" }, "Chats stay in this browser. Several can stream at once: the server computes them as one batch."),
     );

@@ -47,14 +47,14 @@ export class Conversation extends EventTarget {
   async answer() {
     const { chat, store } = this;
     const body = { model: chat.model, messages: chat.history, ...chat.parameters };
-    const message = { role: "assistant", content: "", state: "waiting", model: chat.model, started: Date.now() };
+    const message = { role: "assistant", content: "", state: "waiting", model: chat.model };
     chat.messages.push(message);
     this.stopper = new AbortController();
     store.save(chat);
     this.dispatchEvent(new Event("running"));
     this.dispatchEvent(new Event("update"));
     try {
-      for await (const chunk of streamChat(body, this.stopper.signal)) {
+      for await (const chunk of streamChat(body, this.stopper.signal, () => (message.sent = Date.now()))) {
         const choice = chunk.choices[0];
         if (choice?.delta.content) {
           message.content += choice.delta.content;

@@ -66,7 +66,8 @@ export class MessageView {
 
 function statusText(message) {
   const { state, timings } = message;
-  if (state === "waiting") return `Waiting for the first token, ${seconds((Date.now() - message.started) / 1000)}`;
+  if (state === "waiting" && !message.sent) return "Not sent yet: it waits in this browser until another answer ends.";
+  if (state === "waiting") return `Waiting for the first token, ${seconds((Date.now() - message.sent) / 1000)}`;
   if (state === "streaming") return "Writing…";
   if (state === "failed") return message.error ?? "It failed.";
   const parts = [STATES[state], message.finish_reason === "length" && "Cut at the most tokens allowed."];

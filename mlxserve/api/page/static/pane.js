@@ -23,7 +23,11 @@ export class Pane {
     this.title = element("h2", { class: "pane-title" });
     this.model = element("select", { class: "model", "aria-label": "Model", change: () => this.chooseModel() });
     this.closeButton = iconButton("close", "Close this pane", close);
-    this.log = element("div", { class: "log", role: "log", tabindex: 0, "aria-label": "Messages" });
+    this.log = element("div", { class: "log", role: "log", tabindex: 0, "aria-label": "Messages", scroll: () => this.scrolled() });
+    // The log stays at its end as text comes and as the pane gets narrower, until somebody scrolls up.
+    this.sticks = true;
+    this.resizes = new ResizeObserver(() => this.stick());
+    this.resizes.observe(this.log);
     this.input = element("textarea", {
       class: "input",
       rows: 1,
@@ -65,6 +69,7 @@ export class Pane {
   }
 
   close() {
+    this.resizes.disconnect();
     this.conversation.removeEventListener("update", this.update);
     this.conversation.removeEventListener("running", this.update);
   }
@@ -151,8 +156,6 @@ export class Pane {
   render() {
     const { messages } = this.chat;
     const { isRunning } = this.conversation;
-    const sticks = this.sticks || this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 48;
-    this.sticks = false;
     this.title.textContent = this.chat.title;
     this.title.title = this.chat.title;
     this.element.setAttribute("aria-label", `Chat: ${this.chat.title}`);
@@ -173,7 +176,15 @@ export class Pane {
     this.sendButton.hidden = isRunning;
     this.stopButton.hidden = !isRunning;
     this.againButton.hidden = !this.conversation.canRegenerate;
-    if (sticks) this.log.scrollTop = this.log.scrollHeight;
+    this.stick();
+  }
+
+  scrolled() {
+    this.sticks = this.log.scrollHeight - this.log.scrollTop - this.log.clientHeight < 48;
+  }
+
+  stick() {
+    if (this.sticks) this.log.scrollTop = this.log.scrollHeight;
   }
 
   renderWelcome(wanted) {
@@ -190,7 +201,7 @@ export class Pane {
       { class: "welcome" },
       element("p", { class: "welcome-title" }, "What shall the model answer?"),
       element("ul", {}, IDEAS.map(idea)),
-      element("p", { class: "hint" }, `Up to ${MAX_STREAMS} answers stream at once; a browser opens no more connections to one server.`),
+      element("p", { class: "hint" }, `Ask in several chats at once: up to ${MAX_STREAMS} answers stream together.`),
     );
   }
 }
