@@ -6,7 +6,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ import mlx.core as mx
 import pytest
 import standin_server
 import tiny_models
+from helpers_bench import approximately, in_virtual_time
 from mlx_lm import utils
-from standin_server import Plan, StandinServer, VirtualTimeLoop
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from standin_server import Plan, StandinServer
+from tokenizers import Tokenizer, models
 
 from mlxserve.bench import client, workloads
 from mlxserve.bench.client import Answer, Target
@@ -36,39 +37,9 @@ from serving_bench import report  # noqa: E402
 from serving_bench.export_model import export  # noqa: E402
 
 
-def in_virtual_time(work: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(work)
-
-
-def approximately(value: float) -> Any:
-    """The accuracy asked of the client: 2 ms or 2 %, whichever is more."""
-    return pytest.approx(value, rel=0.02, abs=0.002)
-
-
 async def ask(server: StandinServer, prompt: str = "hello", max_tokens: int = 64) -> Answer:
     async with server.running():
         return await client.complete(Target(server.port, "tiny", {"ignore_eos": True}), prompt, max_tokens)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level: many short words, with a space in front and without; it puts a token of its own before a text."""
-    source = random.Random(1)
-    words = ["the", *("".join(source.choices("abcdefghij", k=4)) for _ in range(700))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<s>"], show_progress=False)
-    tokenizer.train_from_iterator([" ".join(words), *words] * 2, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(file))
-    return file
-
-
-@pytest.fixture
-def prompts(tokenizer_file: Path) -> PromptMaker:
-    return PromptMaker(Tokenizer.from_file(str(tokenizer_file)))
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])

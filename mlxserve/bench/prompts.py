@@ -93,7 +93,7 @@ COMMON_WORDS = (
 
 
 class CommonWords:
-    """Texts of everyday words, about a token each, for a model whose tokenizer is not at hand: the server counts them."""
+    """Texts of everyday words, about a token each, for a model whose tokenizer is not here: the server counts them."""
 
     def __init__(self) -> None:
         self.random = random.Random()
