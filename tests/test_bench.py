@@ -119,7 +119,8 @@ def test_the_same_prompts_again(prompts: PromptMaker) -> None:
 
 def test_answers_that_the_model_ends(prompts: PromptMaker) -> None:
     server = StandinServer(lambda body: Plan.of_tokens([0.2, 0.1, 0.1]))
-    load(server, Cell("output-length", 1, 8, 50, stops_at_eos=True), prompts)
+    load(server, Cell("output-length", 1, 100, 50, stops_at_eos=True), prompts)
+    assert server.bodies[0]["messages"][0]["content"].startswith(workloads.QUESTION)
     assert server.paths == ["/v1/chat/completions"]
     assert "ignore_eos" not in server.bodies[0]
 

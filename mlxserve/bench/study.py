@@ -71,7 +71,7 @@ FULL = Sizes(
     block_sizes=(16, 32, 64, 128, 256),
 )
 QUICK = Sizes(
-    cold_requests=4,
+    cold_requests=3,
     input_lengths=(129, 512, 1024, 2272),
     output_lengths=(32, 64, 128),
     eos_limit=128,
@@ -83,6 +83,8 @@ QUICK = Sizes(
     budgets=(32, 128, 512),
     block_sizes=(16, 64, 256),
 )
+OWN_CHOICE = "by itself"
+"""The server whose prefill budget the scheduler chooses."""
 INPUT_STUDY_OUTPUT = 32
 OUTPUT_STUDY_PROMPT = 250
 
@@ -106,7 +108,9 @@ class Study:
             await self.output_length(server)
             await self.service_check(server.target)
             await self.concurrency(server)
-        await self.budget()
+            budget = self.session("budget")
+            await budget.run([self.long_beside_streams], self.options.runs, server.target, OWN_CHOICE)
+        await self.budget(budget)
         await self.block_size()
         await self.cache()
 
@@ -159,19 +163,19 @@ class Study:
         ]
         self.close("5. Concurrency", await self.measure("concurrency", cells, [server]))
 
-    async def budget(self) -> None:
-        """The scheduler's own choice, then fixed numbers of prompt tokens a step, whatever that does to the streams."""
-        cell = Cell("mixed", 4, self.sizes.long_prompt, INPUT_STUDY_OUTPUT // 2)
-        work = self.session("budget")
+    @property
+    def long_beside_streams(self) -> Cell:
+        return Cell("mixed", 4, self.sizes.long_prompt, INPUT_STUDY_OUTPUT // 2)
+
+    async def budget(self, work: Session) -> None:
+        """Beside the scheduler's own choice: fixed numbers of prompt tokens a step, whatever the streams feel of it."""
         values = {}
-        async with self.server("by itself") as server:
-            await work.run([cell], self.options.runs, server.target, server.spec.name)
         for budget in self.sizes.budgets:
             name = f"{budget} tokens"
             values[name] = float(budget)
             flags = ("--max-prefill-tokens", str(budget), "--target-itl-ms", "1000000")
             async with self.server(name, *flags) as server:
-                await work.run([cell], self.options.runs, server.target, name)
+                await work.run([self.long_beside_streams], self.options.runs, server.target, name)
         panels = {"TTFT of the long prompt, s": ("ttft_long", 1.0), "ITL p99 beside it, ms": ("itl_p99", 1000.0)}
         chart = of_settings(
             "budget", "Prefill budget of a step", "prompt tokens a step at most", work.results, values, panels
@@ -193,7 +197,10 @@ class Study:
         self.close("7. Block size", work, chart)
 
     async def cache(self) -> None:
-        """The same prompts twice: on a cache that holds them all, on one that holds half of them, and on none."""
+        """The same prompts twice: on a cache that holds them all, on one that holds half of them, and on none.
+
+        Then streams whose prompts fit into the small cache together, and which outgrow it with their answers.
+        """
         work = self.session("cache")
         preemptions: list[tuple[str, ...]] = []
         small = ("--kv-cache-bytes", str(SMALL_CACHE_BYTES))
@@ -201,7 +208,7 @@ class Study:
             capacity = await _context_length(server.target)
             revisit = Cell("revisit", 1, max(capacity // VISITED_SHARE, 16), 4, NUM_VISITED)
             await work.run([revisit], self.options.runs, server.target, server.spec.name)
-            crowd = Cell("concurrency", NUM_VISITED, capacity // VISITED_SHARE, self.sizes.load_output, 1)
+            crowd = Cell("concurrency", NUM_VISITED, max(capacity // 10, 16), max(capacity // 16, 8))
             before = await _counter(server.target, PREEMPTIONS)
             await work.run([crowd], self.options.runs, server.target, server.spec.name)
             preemptions.append(("small cache", f"{await _counter(server.target, PREEMPTIONS) - before:g}"))

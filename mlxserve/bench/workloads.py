@@ -21,6 +21,8 @@ QUIET_CHUNKS = 24
 SECOND_TURN_TOKENS = 32
 TEMPLATE_TOKENS = 128
 POLL_SECONDS = 0.02
+QUESTION = "What is a list of words? Say it in a few words, then stop."
+"""Begins the prompts that a model is to end its answers to: to words alone it would say more of them."""
 REFUSALS = (429, 503)
 """Statuses of a server that is too busy: with open-loop arrivals they are counted instead of ending the run."""
 
@@ -152,8 +154,10 @@ async def _requests(load: Load) -> Result:
     cell, prompts = load.cell, load.prompts
     if cell.rate is not None:
         return await _arrivals(load, cell.rate)
+    beginning = QUESTION if cell.stops_at_eos else ""
     texts = [
-        [prompts.text(cell.num_prompt_tokens) for _ in range(cell.requests_per_stream)] for _ in range(cell.num_streams)
+        [prompts.text(cell.num_prompt_tokens, beginning) for _ in range(cell.requests_per_stream)]
+        for _ in range(cell.num_streams)
     ]
 
     async def stream(texts: list[str]) -> list[Answer]:
