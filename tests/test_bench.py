@@ -281,35 +281,32 @@ def test_every_workload_has_cells() -> None:
 # --- the whole command
 
 
-def bench(
-    server: StandinServer, folder: Path, tokenizer: Path | None, *, runs: int = 2, **sizes: Any
-) -> tuple[str, dict[str, Any]]:
-    """Run it, and return the report and the summary."""
+def options(port: int, tokenizer: Path | None, *, runs: int = 2, **sizes: Any) -> Options:
     sizes = {"prompts": (32,), "outputs": (16,), "streams": (1, 2), "num_requests": 2} | sizes
+    return Options(
+        url=f"http://127.0.0.1:{port}",
+        local_url="http://127.0.0.1:1",
+        api_key=None,
+        model=None,
+        workloads=("concurrency",),
+        sizes=Sizes(**sizes),
+        runs=runs,
+        limits=Limits(ttft=1.0),
+        tokenizer=str(tokenizer) if tokenizer else None,
+        seed=3,
+        threads=None,
+    )
+
+
+def bench(server: StandinServer, folder: Path, tokenizer: Path | None, **arguments: Any) -> tuple[str, dict[str, Any]]:
+    """Run it, and return the report and the summary."""
 
     async def run() -> None:
         async with server.running():
-            options = Options(
-                url=f"http://127.0.0.1:{server.port}",
-                local_url="http://127.0.0.1:1",
-                api_key=None,
-                model=None,
-                workloads=("concurrency",),
-                sizes=Sizes(**sizes),
-                runs=runs,
-                limits=Limits(ttft=1.0),
-                tokenizer=str(tokenizer) if tokenizer else None,
-                seed=3,
-                threads=None,
-            )
-            await command.run(options, folder, lambda text: None)
+            await command.run(options(server.port, tokenizer, **arguments), folder, lambda text: None)
 
-    try:
-        in_virtual_time(run())
-    finally:
-        summary = json.loads((folder / "run.json").read_text()) if folder.exists() else {}
-        text = (folder / "report.md").read_text() if folder.exists() else ""
-    return text, summary
+    in_virtual_time(run())
+    return (folder / "report.md").read_text(), json.loads((folder / "run.json").read_text())
 
 
 def test_a_report_and_its_raw_data(tmp_path: Path, tokenizer_file: Path) -> None:
@@ -369,6 +366,27 @@ def test_a_server_that_stops_on_the_way(tmp_path: Path, tokenizer_file: Path) ->
     assert "| 32 | 16 | 2 |" not in text
     with pytest.raises(BenchError, match="is incomplete: run 1 of concurrency"):
         compare.compare(tmp_path / "a", tmp_path / "a")
+
+
+def test_an_interrupted_session_says_so(tmp_path: Path, tokenizer_file: Path) -> None:
+    def choose(body: dict[str, Any]) -> Plan:
+        if len(server.bodies) > 10:
+            interrupted.cancel()
+        return tokens(body)
+
+    server = StandinServer(choose, standin_server.models(TINY))
+
+    async def run() -> None:
+        nonlocal interrupted
+        interrupted = asyncio.current_task()
+        async with server.running():
+            await command.run(options(server.port, tokenizer_file), tmp_path / "a", lambda text: None)
+
+    interrupted: Any = None
+    with pytest.raises(asyncio.CancelledError):
+        in_virtual_time(run())
+    assert "**INCOMPLETE: it was interrupted.**" in (tmp_path / "a" / "report.md").read_text()
+    assert json.loads((tmp_path / "a" / "run.json").read_text())["failure"] == "it was interrupted."
 
 
 def test_a_context_that_is_too_short(tmp_path: Path, tokenizer_file: Path) -> None:
