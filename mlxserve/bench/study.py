@@ -199,7 +199,7 @@ class Study:
     async def cache(self) -> None:
         """The same prompts twice: on a cache that holds them all, on one that holds half of them, and on none.
 
-        Then streams whose prompts fit into the small cache together, and which outgrow it with their answers.
+        Then streams that outgrow the small cache together: they wait for blocks, or are put back and computed anew.
         """
         work = self.session("cache")
         preemptions: list[tuple[str, ...]] = []
