@@ -11,6 +11,8 @@
     |   `-- ContextLengthExceeded   prompt (plus answer) does not fit; carries both numbers
     |-- CapacityError               nothing is wrong with the request, there is no room now
     |   `-- QueueFull               carries retry_after in seconds
+    |-- BenchError                  a measurement cannot be made, or would not mean what it seems to
+    |   `-- TargetError             the server that is measured cannot be reached, refused or broke off
     |-- RequestTimeout              the request's deadline passed
     |-- RequestCancelled            the client went away or the server is stopping
     `-- EngineError                 computing this request failed
@@ -80,6 +82,21 @@ class QueueFull(CapacityError):
     def __init__(self, message: str, *, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class BenchError(MlxserveError):
+    """A measurement cannot be made, or two of them not be compared."""
+
+
+class TargetError(BenchError):
+    """The server that is measured cannot be reached, refused a request, broke a stream off or did not answer in time.
+
+    `status` is that of its answer, None without one.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class RequestTimeout(MlxserveError):

@@ -17,9 +17,7 @@ On 2 quiet cores everything takes about 30 minutes with two servers, 8 more with
 import argparse
 import asyncio
 import contextlib
-import importlib.metadata
 import os
-import platform
 import shutil
 import signal
 import subprocess
@@ -28,19 +26,24 @@ import tempfile
 import time
 from pathlib import Path
 
-from serving_bench import llama_package, servers, workloads
-from serving_bench.client import LoadError
+from serving_bench import llama_package, servers
 from serving_bench.export_model import Description
-from serving_bench.prompts import PromptMaker
-from serving_bench.report import MEASUREMENTS, Results, tables
-from serving_bench.servers import Server, ServerSpec
-from serving_bench.workloads import Cell, Measurement
+from serving_bench.report import better, tables
+from tokenizers import Tokenizer
+
+from mlxserve.bench import machine, workloads
+from mlxserve.bench.process import Server, ServerSpec
+from mlxserve.bench.prompts import PromptMaker
+from mlxserve.bench.results import Results, new_folder
+from mlxserve.bench.session import brief
+from mlxserve.bench.workloads import Cell
+from mlxserve.errors import BenchError
 
 QUICK = {"runs": 1, "long_runs": 1, "streams": [1, 4], "prompt": [128], "long_prompt": 512, "output_tokens": 16}
+WORKLOADS = ("concurrency", "mixed", "multi-turn")
 MIXED_STREAMS = 4
 LONG_LOAD_TOKENS = 10_000
 """Prompt tokens, of all streams together, from which a load has --long-runs runs."""
-LIBRARY_VARIABLES = ("OPENBLAS_", "MKL_", "OMP_", "MLX_", "MLXSERVE_")
 
 
 def main() -> None:
@@ -49,7 +52,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         asyncio.run(run(arguments))
-    except (LoadError, RuntimeError) as error:
+    except (BenchError, RuntimeError) as error:
         sys.exit(f"Error: {error}")
     except KeyboardInterrupt:
         sys.exit(130)
@@ -58,7 +61,7 @@ def main() -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m", help="alias, folder or .gguf file")
-    parser.add_argument("--workloads", nargs="+", choices=list(workloads.METRICS), default=list(workloads.METRICS))
+    parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--streams", type=positive, nargs="+", default=[1, 4, 8, 16], help="of `concurrency`")
     parser.add_argument("--prompt", type=positive, nargs="+", default=[128, 1024], help="of `concurrency`, in tokens")
     parser.add_argument(
@@ -105,7 +108,7 @@ async def run(arguments: argparse.Namespace) -> None:
     """Everything: export, start, measure, report.
 
     Raises:
-        LoadError: a server did not start or a request failed.
+        BenchError: a server did not start or a request failed.
         RuntimeError: the model cannot be exported, or llama-server not be built.
     """
     started = time.monotonic()
@@ -115,9 +118,7 @@ async def run(arguments: argparse.Namespace) -> None:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-serving-")))
         logs = arguments.output or folder / "logs"
-        if (logs / MEASUREMENTS).exists():
-            raise RuntimeError(f"{logs} holds the figures of another time; name a new folder")
-        logs.mkdir(parents=True, exist_ok=True)
+        new_folder(logs)
         description = export_model(arguments, folder / "model")
         running = [
             Server(spec, logs / f"{spec.name.replace(', ', '-').replace(' ', '-')}.log")
@@ -126,7 +127,7 @@ async def run(arguments: argparse.Namespace) -> None:
         for server in running:
             stack.callback(server.stop)
         results = Results(arguments.output)
-        prompts = PromptMaker(folder / "model" / "tokenizer.json")
+        prompts = PromptMaker(Tokenizer.from_file(str(folder / "model" / "tokenizer.json")))
         header = describe(arguments, description, running)
         print(header, flush=True)
         counted = await measure(arguments, cells, running, prompts, results)
@@ -211,64 +212,35 @@ def better_variants(cell: Cell, specs: list[ServerSpec], results: Results) -> li
     variants: dict[str, list[str]] = {}
     for spec in specs:
         variants.setdefault(spec.product, []).append(spec.name)
-    return [results.better(cell, names) for names in variants.values()]
+    return [better(results, cell, names) for names in variants.values()]
 
 
 def describe(arguments: argparse.Namespace, description: Description, running: list[Server]) -> str:
     """The report's head: what was measured, on what, and how."""
-    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("mlxserve", "mlx", "mlx-lm")]
-    versions.append(f"Python {platform.python_version()}")
+    versions = machine.versions("mlxserve", "mlx", "mlx-lm")
     if any(server.spec.product == "llama-server" for server in running):
-        versions.append(f"llama-server {llama_package.version(arguments.llama_server)}")
-    variables = [f"{name}={value}" for name, value in sorted(os.environ.items()) if name.startswith(LIBRARY_VARIABLES)]
+        versions += f", llama-server {llama_package.version(arguments.llama_server)}"
     settings = [
         f"{arguments.runs} runs ({arguments.long_runs} of loads with more than {LONG_LOAD_TOKENS:,} prompt tokens)",
         f"{arguments.output_tokens} tokens out, greedy, end of sequence ignored",
         f"{arguments.requests} request(s) a stream, seed {arguments.seed}",
         "servers in turns, the others stopped by SIGSTOP",
     ]
-    commands = [f"  - {server.spec.name}: `{' '.join(server.spec.command)}`" for server in running]
+    commands = [f"  - {server.spec.name}: `{' '.join(server.command)}`" for server in running]
     size = f"{description.num_parameters / 1e6:,.0f} M parameters"
     lines = [
         "# Servers under load",
         f"- Model: {description.name} ({description.architecture}, {size}), {description.quantization} in its file; "
         f"mlxserve and mlx-lm compute with {description.computed_in}, llama-server with the file as it is",
-        f"- Machine: {processor()}, {os.cpu_count()} cores, {memory_bytes() / 2**30:.0f} GiB, {platform.platform()}, "
-        f"MLX on {description.device}; load average at the start {os.getloadavg()[0]:.1f}",
-        f"- Versions: {', '.join(versions)}",
+        f"- Machine: {machine.describe()}; MLX on {description.device}",
+        f"- Versions: {versions}",
         f"- BLAS of mlxserve and mlx-lm: {description.blas}; threads of every server: {arguments.threads}",
-        f"- Environment: {', '.join(variables) or 'no variable of these libraries is set'}",
+        f"- Environment: {machine.library_variables()}",
         f"- Settings: {'; '.join(settings)}",
         "- Commands:",
         *commands,
     ]
     return "\n".join(lines) + "\n"
-
-
-def brief(measurement: Measurement) -> str:
-    cell = measurement.cell
-    metrics = workloads.METRICS[cell.workload][:2]
-    figures = ", ".join(f"{metric.title} {measurement.figures[metric.key] * metric.scale:.3g}" for metric in metrics)
-    return (
-        f"run {measurement.run + 1}, {cell.workload} {cell.num_streams} x {cell.num_prompt_tokens}, "
-        f"{measurement.server}: {figures}"
-    )
-
-
-def processor() -> str:
-    """The processor's name where the system tells it, else its architecture."""
-    if sys.platform == "darwin":
-        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-def memory_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def log(text: str) -> None:

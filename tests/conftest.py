@@ -3,10 +3,14 @@
 import os
 import tempfile
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from mlxserve import blas
+
+if TYPE_CHECKING:
+    from mlxserve.bench.prompts import PromptMaker
 
 # Settings of whoever runs the tests must not decide what they find; two users must not share what they write.
 for name in [name for name in os.environ if name.startswith("MLXSERVE_") and not name.startswith("MLXSERVE_TEST_")]:
@@ -27,3 +31,20 @@ def demo_model() -> Path:
     from mlxserve.store.registry import Registry
 
     return hub.ensure_local(Registry().resolve("smollm2-135m", allow_paths=False), local_files_only=True)
+
+
+@pytest.fixture(scope="session")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json that prompts of the load generator can be made with."""
+    from helpers_bench import save_tokenizer
+
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def prompts(tokenizer_file: Path) -> "PromptMaker":
+    from tokenizers import Tokenizer
+
+    from mlxserve.bench.prompts import PromptMaker
+
+    return PromptMaker(Tokenizer.from_file(str(tokenizer_file)))

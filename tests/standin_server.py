@@ -56,10 +56,13 @@ class Plan:
 
 @dataclass
 class StandinServer:
-    """Answers every POST with the plan that `choose` makes of its body."""
+    """Answers every POST with the plan that `choose` makes of its body, and every GET with that of its path."""
 
     choose: Callable[[dict[str, Any]], Plan]
+    pages: dict[str, "Plan"] = field(default_factory=dict)
     port: int = 0
+    paths: list[str] = field(default_factory=list)
+    """Of all requests that had a body, in order of their arrival."""
     bodies: list[dict[str, Any]] = field(default_factory=list)
     stamps: list[list[float]] = field(default_factory=list)
     """For each request, in order of their arrival, when its steps were written."""
@@ -72,12 +75,18 @@ class StandinServer:
             yield
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(next(line for line in head.splitlines() if line.startswith("content-length")).split(":")[1])
-        self.bodies.append(json.loads(await reader.readexactly(length)))
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        method, path, _ = head.split(" ", 2)
         stamps: list[float] = []
-        self.stamps.append(stamps)
-        plan = self.choose(self.bodies[-1])
+        if method == "POST":
+            lines = head.lower().splitlines()
+            length = int(next(line for line in lines if line.startswith("content-length")).split(":")[1])
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            self.paths.append(path)
+            self.stamps.append(stamps)
+            plan = self.choose(self.bodies[-1])
+        else:
+            plan = self.pages.get(path, Plan([], status=404))
         coding = "Transfer-Encoding: chunked\r\n" if plan.is_chunked else ""
         writer.write(f"HTTP/1.1 {plan.status} Whatever\r\nContent-Type: text/event-stream\r\n{coding}\r\n".encode())
         try:
@@ -91,6 +100,16 @@ class StandinServer:
             writer.write(b"0\r\n\r\n" if plan.is_chunked else b"")
         finally:
             writer.close()
+
+
+def page(content: Any, status: int = 200) -> Plan:
+    """An answer that is no stream."""
+    return Plan([(0.0, json.dumps(content).encode())], status=status)
+
+
+def models(*cards: dict[str, Any]) -> dict[str, Plan]:
+    """The pages of a server that has these models."""
+    return {"/v1/models": page({"object": "list", "data": list(cards)}), "/health": page({"status": "ok"})}
 
 
 def chunk(text: str) -> bytes:

@@ -6,7 +6,7 @@ import random
 import statistics
 import subprocess
 import sys
-from collections.abc import Coroutine, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,56 +15,31 @@ import mlx.core as mx
 import pytest
 import standin_server
 import tiny_models
+from helpers_bench import approximately, in_virtual_time
 from mlx_lm import utils
-from standin_server import Plan, StandinServer, VirtualTimeLoop
-from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
+from standin_server import Plan, StandinServer
+from tokenizers import Tokenizer, models
 
+from mlxserve.bench import client, workloads
+from mlxserve.bench.client import Answer, Target
+from mlxserve.bench.figures import METRICS, percentile, request_figures
+from mlxserve.bench.process import Server, ServerSpec, free_port
+from mlxserve.bench.prompts import PromptMaker
+from mlxserve.bench.results import Results, ratios, spread
+from mlxserve.bench.workloads import Cell, Measurement
+from mlxserve.errors import TargetError
 from mlxserve.store import loader
 
 SCRIPTS = Path(__file__).parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
-from serving_bench import client, report, workloads  # noqa: E402
-from serving_bench.client import Answer, LoadError, Target  # noqa: E402
+from serving_bench import report  # noqa: E402
 from serving_bench.export_model import export  # noqa: E402
-from serving_bench.prompts import PromptMaker  # noqa: E402
-from serving_bench.servers import Server, ServerSpec, free_port  # noqa: E402
-from serving_bench.workloads import METRICS, Cell, Measurement, percentile  # noqa: E402
-
-
-def in_virtual_time(work: Coroutine[Any, Any, Any]) -> Any:
-    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-        return runner.run(work)
-
-
-def approximately(value: float) -> Any:
-    """The accuracy asked of the client: 2 ms or 2 %, whichever is more."""
-    return pytest.approx(value, rel=0.02, abs=0.002)
 
 
 async def ask(server: StandinServer, prompt: str = "hello", max_tokens: int = 64) -> Answer:
     async with server.running():
         return await client.complete(Target(server.port, "tiny", {"ignore_eos": True}), prompt, max_tokens)
-
-
-@pytest.fixture(scope="module")
-def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Byte-level: many short words, with a space in front and without; it puts a token of its own before a text."""
-    source = random.Random(1)
-    words = ["the", *("".join(source.choices("abcdefghij", k=4)) for _ in range(700))]
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<s>"], show_progress=False)
-    tokenizer.train_from_iterator([" ".join(words), *words] * 2, trainer)
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
-    file = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
-    tokenizer.save(str(file))
-    return file
-
-
-@pytest.fixture
-def prompts(tokenizer_file: Path) -> PromptMaker:
-    return PromptMaker(tokenizer_file)
 
 
 @pytest.mark.parametrize("is_chunked", [True, False])
@@ -133,7 +108,7 @@ def test_chunks_that_come_together_and_tokens_that_share_a_chunk() -> None:
     answer = in_virtual_time(ask(server))
     assert answer.gaps == [approximately(gap) for gap in (0.1, 0.0, 0.3)]
     assert answer.tpot == approximately(0.4 / 5)
-    assert workloads.concurrency_figures([answer], 6)["tokens_per_chunk"] == 1.5
+    assert request_figures([answer], 6)["tokens_per_chunk"] == 1.5
 
 
 def test_an_event_cut_across_reads_counts_when_it_is_whole() -> None:
@@ -188,7 +163,7 @@ def test_running_streams_that_end_before_the_long_prompt_comes(prompts: PromptMa
             cell = Cell("mixed", 2, 300, 3)
             await workloads.measure(cell, Target(server.port, "tiny"), prompts, server="standin", run=0)
 
-    with pytest.raises(LoadError, match="a stream ended before all 2 had sent 24 chunks"):
+    with pytest.raises(TargetError, match="a stream ended before all 2 had sent 24 chunks"):
         in_virtual_time(load(StandinServer(lambda body: Plan.of_tokens([0.1] * 5))))
 
 
@@ -226,12 +201,12 @@ def test_second_turn_of_a_chat(prompts: PromptMaker) -> None:
     ids=["status", "cut off", "cut off without chunks", "error event", "no text", "hangs"],
 )
 def test_a_request_that_fails_is_no_figure(plan: Plan, message: str) -> None:
-    with pytest.raises(LoadError, match=message):
+    with pytest.raises(TargetError, match=message):
         in_virtual_time(ask(StandinServer(lambda body: plan)))
 
 
 def test_nobody_listens() -> None:
-    with pytest.raises(LoadError, match="Connect"):
+    with pytest.raises(TargetError, match="Connect"):
         asyncio.run(client.complete(Target(free_port(), "tiny"), "hello", 1))
 
 
@@ -263,11 +238,9 @@ def test_prompts_have_exactly_the_wanted_length(tokenizer_file: Path, prompts: P
         prompts.text(0)
 
 
-def test_a_vocabulary_without_words(tmp_path: Path) -> None:
-    file = tmp_path / "tokenizer.json"
-    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(file))
+def test_a_vocabulary_without_words() -> None:
     with pytest.raises(ValueError, match="only 0 words"):
-        PromptMaker(file)
+        PromptMaker(Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])))
 
 
 def measurement(server: str, run: int, cell: Cell, **figures: float) -> Measurement:
@@ -279,24 +252,24 @@ def measurement(server: str, run: int, cell: Cell, **figures: float) -> Measurem
 
 def test_ratios_are_taken_within_each_run(tmp_path: Path) -> None:
     cell = Cell("concurrency", 4, 128, 64)
-    results = report.Results(tmp_path)
+    results = Results(tmp_path)
     # The machine is twice as fast in the third run; the one of the fourth run has no counterpart.
     for run, (ours, theirs) in enumerate([(30.0, 20.0), (32.0, 20.0), (60.0, 42.0)]):
         results.add(measurement("mlxserve", run, cell, tokens_per_second=ours, tokens_per_chunk=1.0))
-        results.add(measurement("other", run, cell, tokens_per_second=theirs, early_stops=2, prompt_tokens_max=129))
+        results.add(measurement("other", run, cell, tokens_per_second=theirs, early_stops=1, prompt_tokens_max=129))
     results.add(measurement("mlxserve", 3, cell, tokens_per_second=1.0))
     metric = METRICS["concurrency"][0]
-    found = report.ratios(results.of(cell, "mlxserve"), results.of(cell, "other"), metric)
+    found = ratios(results.of(cell, "mlxserve"), results.of(cell, "other"), metric)
     assert found == [pytest.approx(ratio) for ratio in (1.5, 1.6, 60 / 42)]
     text = report.tables(results, [cell], {cell: ["mlxserve", "other"]})
     assert "| 128 | 4 | mlxserve | 4 | 31.0 (1.00-60.0) |" in text
     assert "| 128 | 4 | other | 3 | 20.0 (20.0-42.0) |" in text
     assert "| 128 | 4 | other | 1.50 (1.43-1.60) |" in text
-    assert "- other: 6 answers ended early; prompts counted as 128-129 for 128." in text
+    assert "- other: **3 of 3 answers ended before the wanted length" in text
     assert "- The client used 1.0% of one core on average, 1.0% at most" in text
     lines = (tmp_path / "measurements.csv").read_text().splitlines()
-    assert lines[0] == "workload,prompt_tokens,streams,server,run,figure,value"
-    assert "concurrency,128,4,other,2,tokens_per_second,42" in lines
+    assert lines[0] == "workload,prompt_tokens,output_tokens,streams,rate,server,run,figure,value"
+    assert "concurrency,128,64,4,,other,2,tokens_per_second,42" in lines
     requests = [json.loads(line) for line in (tmp_path / "requests.jsonl").read_text().splitlines()]
     assert len(requests) == 7
     assert (requests[1]["server"], requests[1]["chunk_times"], requests[1]["run"]) == ("other", [1.0, 2.0], 0)
@@ -305,23 +278,23 @@ def test_ratios_are_taken_within_each_run(tmp_path: Path) -> None:
 
 def test_the_better_variant_counts() -> None:
     fast, patient = Cell("concurrency", 1, 128, 64), Cell("multi-turn", 1, 2000, 64)
-    results = report.Results(None)
+    results = Results(None)
     for cell, key, values in (
         (fast, "tokens_per_second", (9.0, 12.0, 11.0)),
         (patient, "ttft_first", (9.0, 12.0, 11.0)),
     ):
         for name, value in zip("abc", values, strict=True):
             results.add(measurement(name, 0, cell, **{key: value}))
-    assert results.better(fast, ["a", "b", "c"]) == "b"
-    assert results.better(patient, ["c", "b", "a"]) == "a"
+    assert report.better(results, fast, ["a", "b", "c"]) == "b"
+    assert report.better(results, patient, ["c", "b", "a"]) == "a"
     text = report.tables(results, [fast], {fast: ["a", "b"]})
-    assert "- c: 0 answers ended early; not counted in 1 of the loads" in text
+    assert "- c: not counted in 1 of the loads, where" in text
     assert "| 128 | 1 | c |" not in text
 
 
 def test_figures_show_three_digits() -> None:
-    assert report.spread([9.994, 0.0012, 99.949, 123.4, 9.996]) == "10.0 (0.00-123)"
-    assert report.spread([1234.5]) == "1234"
+    assert spread([9.994, 0.0012, 99.949, 123.4, 9.996]) == "10.0 (0.00-123)"
+    assert spread([1234.5]) == "1234"
     assert percentile([1.0, 2.0], 50) == 1.5
     assert percentile([], 50) == 0.0
 
@@ -343,7 +316,7 @@ http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_
 
 
 def test_a_server_runs_only_when_it_is_its_turn(tmp_path: Path) -> None:
-    spec = ServerSpec("healthy", "healthy", (sys.executable, "-c", HEALTHY_SERVER, "{port}"), None, {"x": 1})
+    spec = ServerSpec("healthy", "healthy", ("{python}", "-c", HEALTHY_SERVER, "{port}"), None, {"x": 1})
     server = Server(spec, tmp_path / "log")
 
     async def use() -> None:
@@ -354,7 +327,7 @@ def test_a_server_runs_only_when_it_is_its_turn(tmp_path: Path) -> None:
                 assert (await client.complete(target, "hello", 1)).text == "a"
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(0.3):
-                    await client.get(target.port, "/health")
+                    await client.request(target, "GET", "/health")
 
     server.start()
     try:
@@ -362,7 +335,7 @@ def test_a_server_runs_only_when_it_is_its_turn(tmp_path: Path) -> None:
     finally:
         server.stop()
     with pytest.raises(OSError, match="Connect"):
-        asyncio.run(client.get(server.target.port, "/health"))
+        asyncio.run(client.request(server.target, "GET", "/health"))
     server.stop()
 
 
@@ -370,7 +343,7 @@ def test_a_server_that_does_not_start(tmp_path: Path) -> None:
     spec = ServerSpec("broken", "broken", (sys.executable, "-c", "raise SystemExit('no weights here')"), "tiny")
     server = Server(spec, tmp_path / "log")
     server.start()
-    with pytest.raises(LoadError, match=r"(?s)broken does not run:.*no weights here"):
+    with pytest.raises(TargetError, match=r"(?s)broken does not run:.*no weights here"):
         asyncio.run(server.wait_until_healthy())
     server.stop()
 

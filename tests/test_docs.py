@@ -208,9 +208,11 @@ def test_metrics_are_the_documented_ones() -> None:
     assert {name: row[1] for name, row in by_name(table(API, "## Metrics")).items()} == rendered
 
 
-def flags(command: str) -> set[str]:
-    parameters = typer.main.get_command(app).commands[command].params
-    return {name for each in parameters if each.param_type_name == "option" for name in each.opts} - {"--help"}
+def flags(*command: str) -> set[str]:
+    found = typer.main.get_command(app)
+    for name in command:
+        found = found.commands[name]
+    return {name for each in found.params if each.param_type_name == "option" for name in each.opts} - {"--help"}
 
 
 def test_settings_are_the_documented_ones() -> None:
@@ -232,6 +234,15 @@ def test_flags_are_the_documented_ones() -> None:
     assert documented == flags("run")
     settings = {word for row in table(CLI, "## Settings") for word in code(row[1])}
     assert flags("serve") == settings | {"--model"}
+
+
+def test_flags_of_bench_are_the_documented_ones() -> None:
+    rows = table(CLI, "## mlxserve bench")
+    documented = [[word.split()[0] for word in code(row[0]) if word.startswith("--")] for row in rows]
+    # The second table begins with --model, too.
+    second = len(documented) - documented[::-1].index(["--model"]) - 1
+    assert {name for names in documented[:second] for name in names} == flags("bench")
+    assert {name for names in documented[second:] for name in names} == flags("bench", "study")
 
 
 def test_commands_of_the_conversation_are_the_documented_ones() -> None:

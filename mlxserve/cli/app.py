@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from mlxserve import __version__
+from mlxserve.cli.bench import bench
 from mlxserve.cli.run import run
 from mlxserve.cli.serve import serve
 from mlxserve.errors import MlxserveError
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(serve)
+app.add_typer(bench, name="bench")
 
 
 def _print_version(wanted: bool) -> None:

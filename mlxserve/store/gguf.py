@@ -6,7 +6,6 @@ not understood here is refused, never ignored.
 
 import importlib
 import math
-from collections import Counter
 from typing import Any
 
 import mlx.core as mx
@@ -117,14 +116,6 @@ def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> n
     model.load_weights(list(weights.items()))
     model.eval()
     return model
-
-
-def describe_quantization(file: GgufFile) -> str:
-    """The type most of the weights have, as GGUF names it: 'Q4_1', 'F16'."""
-    sizes: Counter[str] = Counter()
-    for tensor in file.tensors.values():
-        sizes[tensor.type.name] += math.prod(tensor.shape)
-    return sizes.most_common(1)[0][0]
 
 
 class _Hyperparameters:

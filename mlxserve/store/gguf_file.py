@@ -7,6 +7,7 @@ numpy view of every token and merge, which takes seconds for a vocabulary; this 
 import math
 import os
 import struct
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -73,6 +74,14 @@ class GgufFile:
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error.strerror}", model=model) from error
         return cls(path, model, metadata, tensors)
+
+    @property
+    def most_common_type(self) -> str:
+        """The type most of the weights have, as GGUF names it: 'Q4_1', 'F16'."""
+        sizes: Counter[str] = Counter()
+        for tensor in self.tensors.values():
+            sizes[tensor.type.name] += math.prod(tensor.shape)
+        return sizes.most_common(1)[0][0] if sizes else "no weights"
 
     def unusable(self, reason: str) -> ModelLoadError:
         """The error to raise for this file."""

@@ -94,7 +94,7 @@ def _load_gguf(file: GgufFile, dtype_policy: DtypePolicy) -> LoadedModel:
         config,
         tokenizer,
         eos_token_ids=gguf_tokenizer.eos_token_ids(file),
-        quantization=gguf.describe_quantization(file),
+        quantization=file.most_common_type,
     )
 
 
