@@ -346,7 +346,6 @@ def test_unknown_models(host: FakeHost, http: httpx.Client, name: str) -> None:
 @pytest.mark.parametrize(
     ("method", "path", "status", "code"),
     [
-        ("GET", "/", 404, "unknown_url"),
         ("POST", "/v1/nothing", 404, "unknown_url"),
         ("POST", "/v1/chat/completions/", 404, "unknown_url"),
         ("GET", "/v1/chat/completions", 405, "method_not_allowed"),

@@ -291,4 +291,4 @@ def test_format_in_a_conversation(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "Answers are JSON.\n" in printed.out
     assert f"Answers are JSON by the schema in {file}.\n" in printed.out
     assert "Answers have any form.\n" in printed.out
-    assert "nope.json cannot be read" in printed.err
+    assert "'nope.json' cannot be read" in printed.err

@@ -90,9 +90,13 @@ async def test_samples_without_a_seed_have_seeds_apart() -> None:
 async def test_samples_that_do_not_all_fit_into_the_queue_are_refused_together() -> None:
     async with serving(max_num_seqs=2, max_queue=2) as served:
         request = make_generation_request("r", "the cat", max_tokens=2)
-        with pytest.raises(QueueFull):
+        with pytest.raises(InvalidParameter, match="takes 4 requests at a time, and each of 5 answers is one"):
             await served.model.generate_samples(request, 5)
-        assert served.model.num_in_flight == 0
+        running = await served.model.generate_samples(request, 2)
+        with pytest.raises(QueueFull):
+            await served.model.generate_samples(replace(request, request_id="s"), 3)
+        assert served.model.num_in_flight == 2
+        assert len(await asyncio.gather(*map(read, running))) == 2
         assert len(await asyncio.gather(*map(read, await served.model.generate_samples(request, 4)))) == 4
 
 

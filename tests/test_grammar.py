@@ -75,6 +75,72 @@ def accepts(constraint: GrammarConstraint, text: str) -> bool:
 # --- schemas that are refused ---
 
 
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": -(2**63)},
+        {"enum": [[{"a": 2**53 + 1}]]},
+        {"type": "integer", "minimum": -1e300, "maximum": -1e200},
+        {"minLength": 10**400},
+    ],
+)
+def test_numbers_that_doubles_do_not_hold_are_refused(schema: dict[str, Any]) -> None:
+    """Some of these crash the process, others would be enforced as another number."""
+    with pytest.raises(InvalidParameter, match="a number beyond 2\\*\\*53"):
+        compile_schema(schema)
+
+
+@pytest.mark.parametrize("number", [2**53, -(2**53), 10**15])
+def test_numbers_that_doubles_hold_are_enforced(number: int) -> None:
+    constraint = compile_schema({"type": "integer", "minimum": number, "maximum": number})
+    assert accepts(constraint, str(number))
+    assert not accepts(constraint, str(number - 1))
+
+
+def test_numbers_beyond_a_double_in_a_description_are_refused() -> None:
+    with pytest.raises(InvalidParameter, match="cannot be read: number out of range"):
+        compile_schema({"default": 10**400})
+
+
+PATTERNS = [{"type": "string", "pattern": f"[a-z]{{{size}}}"} for size in range(60)]
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ({"allOf": PATTERNS}, "8 patterns"),
+        ({"allOf": [{"properties": {"a": each}} for each in PATTERNS]}, "8 patterns"),
+        ({"$defs": {"a": {"allOf": PATTERNS[:5]}}, "allOf": [*PATTERNS[5:9], {"$ref": "#/$defs/a"}]}, "8 patterns"),
+        ({"allOf": [{"anyOf": [{"maxLength": i}] * 10} for i in range(10)]}, "32 alternatives"),
+        ({"properties": {f"p{i}": {"allOf": [{}]} for i in range(101)}}, "more than 100 schemas have"),
+    ],
+)
+def test_what_would_take_minutes_to_combine_is_refused(schema: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidParameter, match=reason):
+        compile_schema(schema)
+
+
+def test_a_few_patterns_can_be_combined_and_many_stand_side_by_side() -> None:
+    combined = compile_schema({"allOf": [{"type": "string", "pattern": "^a"}, {"pattern": "b$"}, {"maxLength": 5}]})
+    assert accepts(combined, '"axb"')
+    assert not accepts(combined, '"axc"')
+    compile_schema({"anyOf": PATTERNS})
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text"), [(r"[ \n]*", '{ "a":1}'), (r"\s?", '{\t"a":1}'), (r"[\s]{0,2}", '{ \n"a":1}')]
+)
+def test_whitespace_patterns(pattern: str, text: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": False}
+    assert accepts(compiler().compile(Grammar("json_schema", schema, "p", pattern)), text)
+
+
+@pytest.mark.parametrize("pattern", [".*", '[a-z"]*', "[^a]", r"\S", "x"])
+def test_whitespace_patterns_that_let_other_things_in_are_refused(pattern: str) -> None:
+    with pytest.raises(InvalidParameter, match="a whitespace pattern may have spaces"):
+        compiler().compile(Grammar("json_schema", {}, "p", pattern))
+
+
 @pytest.mark.parametrize("keyword", UNSUPPORTED)
 def test_unsupported_keywords_are_refused_by_name(keyword: str) -> None:
     for schema, place in (

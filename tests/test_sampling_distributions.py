@@ -327,3 +327,9 @@ def test_values_out_of_range_are_refused_by_name(fields: dict[str, object], para
     with pytest.raises(InvalidParameter, match=param) as caught:
         SamplingParams(**fields)  # type: ignore[arg-type]
     assert caught.value.param == param
+
+
+def test_the_smallest_typical_p_keeps_one_token() -> None:
+    logits = mx.array([[0.0, 1.0, 2.0, 8.0]] * 2)
+    rows = [make_row(SamplingParams(typical_p=typical_p)) for typical_p in (1e-300, 1e-12)]
+    assert Sampler().sample(logits, rows).token_ids.tolist() == [3, 3]

@@ -69,9 +69,10 @@ class ChatParameters:
             return dataclasses.replace(self, schema=JSON_OBJECT)
         try:
             schema = json.loads(Path(text).read_text(encoding="utf-8"))
+            json.dumps(schema, allow_nan=False)
         except (OSError, ValueError, RecursionError) as error:
             raise InvalidParameter(
-                f"the format is 'json' or a file with a JSON schema, and {text} cannot be read as one: {error}",
+                f"the format is 'json' or a file with a JSON schema, and {text!r} cannot be read as one: {error}",
                 param="format",
             ) from error
         try:

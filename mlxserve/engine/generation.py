@@ -275,7 +275,12 @@ class ServedModel:
 
     def _check_queue(self, num_new: int) -> None:
         num_requests = len(self._in_flight) + self._handle.num_arriving
-        if num_requests + num_new > self._config.max_queue + self._config.max_num_seqs:
+        capacity = self._config.max_queue + self._config.max_num_seqs
+        if num_new > capacity:
+            raise InvalidParameter(
+                f"this server takes {capacity} requests at a time, and each of {num_new} answers is one", param="n"
+            )
+        if num_requests + num_new > capacity:
             raise QueueFull(
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),

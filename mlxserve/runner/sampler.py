@@ -236,7 +236,8 @@ def _keep_typical(logits: mx.array, rows: Sequence[DecodeRow]) -> mx.array:
     cumulative = cumsum(mx.take_along_axis(probabilities, ranked, axis=-1))
     before = mx.pad(cumulative[:, :-1], [(0, 0), (1, 0)])
     typical_p = _column([row.sampling.typical_p * (1 - TOP_P_ROUNDING) for row in rows])
-    kept = before < typical_p * cumulative[:, -1:]
+    # The first one always: the smallest typical_p are 0 in float32.
+    kept = (before < typical_p * cumulative[:, -1:]) | (mx.arange(logits.shape[-1]) == 0)
     values = mx.where(kept, mx.take_along_axis(logits, ranked, axis=-1), -mx.inf)
     return mx.put_along_axis(logits, ranked, values, axis=-1)
 

@@ -1,6 +1,7 @@
 """Compiles grammars for one model's vocabulary. Any thread may call it; it is meant for one beside the event loop."""
 
 import json
+import re
 import threading
 from typing import Any
 
@@ -18,6 +19,8 @@ MAX_GRAMMAR_LENGTH = 64 * 1024
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Between two tokens of JSON: none, a space, or a new line with its indentation. Without a bound a model can go on with
 whitespace until its answer is cut, and small models do."""
+
+_WHITESPACE_PATTERN = r"(?:[ \t\n\r]|\\[ntrs]|\[(?:[ \t\n\r]|\\[ntrs])+\]|\((?:\?:)?|[)|?*+]|\{\d+(?:,\d*)?\})*"
 
 # About a quarter of the library's own, so that the slowest grammar that passes takes a fraction of a second to compile
 # and some milliseconds for a mask. One that outgrows them while an answer follows it ends that request alone.
@@ -107,11 +110,24 @@ def _schema_source(grammar: Grammar) -> str:
         raise json_schema.UnsupportedSchema("nothing satisfies the schema 'false'")
     if grammar.source is True:
         text = "{}"
-    whitespace = WHITESPACE if grammar.whitespace_pattern is None else grammar.whitespace_pattern
-    _check_length(whitespace)
-    return LLMatcher.grammar_from_json_schema(
-        text, overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": whitespace}
-    )
+    whitespace = WHITESPACE if grammar.whitespace_pattern is None else _whitespace(grammar.whitespace_pattern)
+    try:
+        return LLMatcher.grammar_from_json_schema(
+            text, overrides={"lenient": False, "coerce_one_of": False, "whitespace_pattern": whitespace}
+        )
+    except ValueError as error:  # its JSON reader takes no number beyond a double, not even in a description
+        raise json_schema.UnsupportedSchema(f"it cannot be read: {error}") from error
+
+
+def _whitespace(pattern: str) -> str:
+    """The client's pattern, of which only whitespace can come that JSON has."""
+    _check_length(pattern)
+    if not re.fullmatch(_WHITESPACE_PATTERN, pattern):
+        raise json_schema.UnsupportedSchema(
+            "a whitespace pattern may have spaces, \\n, \\t, \\r, \\s, groups, classes and repetitions, nothing else"
+        )
+    in_class = re.sub(r"\[[^]]*\]", lambda found: found[0].replace(r"\s", r" \t\n\r"), pattern)
+    return in_class.replace(r"\s", r"[ \t\n\r]")
 
 
 def _check_length(text: str) -> None:

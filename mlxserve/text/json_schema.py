@@ -18,6 +18,15 @@ MAX_DEPTH = 100
 MAX_MULTIPLE = 10_000
 """multipleOf becomes an automaton with a state for each remainder."""
 
+MAX_NUMBER = 2**53
+"""The compiler computes with doubles, exact up to here, and crashes on some larger numbers."""
+MAX_COMBINATIONS = 100
+"""Places where schemas are combined, by allOf or by a $ref beside other keywords."""
+MAX_COMBINED_PATTERNS = 8
+"""Of one such place. The compiler intersects their automata: with twenty it takes seconds, with sixty minutes."""
+MAX_COMBINED_BRANCHES = 32
+"""Schemas in the anyOf and oneOf of one such place, of which the compiler may try every combination."""
+
 ANNOTATIONS = frozenset(
     ("$comment", "$schema", "default", "deprecated", "description", "examples", "readOnly", "title", "writeOnly")
 )
@@ -62,7 +71,9 @@ def check(schema: Any) -> None:
             children = list(_children(path, node))
             parents |= {child: path for child, _ in children}
             waiting += children
-    _Endings(nodes, parents).check()
+    endings = _Endings(nodes, parents)
+    endings.check()
+    endings.check_combinations()
 
 
 def _fault(path: Path, what: str) -> UnsupportedSchema:
@@ -78,6 +89,8 @@ def _check_keyword(path: Path, keyword: str, value: Any) -> None:
     is_right, wanted = _VALUES[keyword]
     if not is_right(value):
         raise _fault(path, f"{keyword!r} must be {wanted}")
+    if keyword not in (*_SCHEMAS, *_LISTS, *_MAPS) and not _are_small_numbers(value):
+        raise _fault(path, f"{keyword!r} has a number beyond 2**53, which cannot be enforced exactly")
     if keyword == "format" and value not in FORMATS:
         raise _fault(path, f"the format {value!r} is not supported; {', '.join(sorted(FORMATS))} are")
     if keyword == "$ref" and not re.fullmatch(r"#(/.*)?", value, re.DOTALL):
@@ -86,6 +99,18 @@ def _check_keyword(path: Path, keyword: str, value: Any) -> None:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < float("inf")
+
+
+def _are_small_numbers(value: Any) -> bool:
+    """Whether all numbers in it are such as MAX_NUMBER allows."""
+    waiting = [value]
+    while waiting:
+        part = waiting.pop()
+        if isinstance(part, (int, float)) and not abs(part) <= MAX_NUMBER:
+            return False
+        if isinstance(part, (list, dict)):
+            waiting += part.values() if isinstance(part, dict) else part
+    return True
 
 
 def _scaled(value: float) -> Decimal:
@@ -190,6 +215,43 @@ class _Endings:
         if endless:
             path = min(endless, key=len)
             raise _fault(path, "it is recursive without end: each value would have to contain another of its kind")
+
+    def check_combinations(self) -> None:
+        """What is combined must be little: the compiler has no bound of its own for it."""
+        children: dict[Path, list[Path]] = {path: [] for path in self.nodes}
+        for child, parent in self.parents.items():
+            children[parent].append(child)
+        num_combinations = 0
+        for path, node in self.nodes.items():
+            if isinstance(node, bool) or not ("allOf" in node or ("$ref" in node and len(KEYWORDS & node.keys()) > 1)):
+                continue
+            num_combinations += 1
+            if num_combinations > MAX_COMBINATIONS:
+                raise _fault(
+                    path, f"more than {MAX_COMBINATIONS} schemas have 'allOf', or '$ref' beside other keywords"
+                )
+            parts = self._parts(path, children)
+            num_patterns = sum(len(part.get("patternProperties", ())) for part in parts)
+            num_patterns += sum(keyword in part for part in parts for keyword in ("pattern", "format"))
+            if num_patterns > MAX_COMBINED_PATTERNS:
+                raise _fault(path, f"'allOf' and '$ref' combine more than {MAX_COMBINED_PATTERNS} patterns and formats")
+            if sum(len(part.get(key, ())) for part in parts for key in ("anyOf", "oneOf")) > MAX_COMBINED_BRANCHES:
+                raise _fault(path, f"'allOf' and '$ref' combine more than {MAX_COMBINED_BRANCHES} alternatives")
+
+    def _parts(self, path: Path, children: dict[Path, list[Path]]) -> list[dict[str, Any]]:
+        """The schema at `path` and all that it consists of."""
+        found: dict[Path, dict[str, Any]] = {}
+        waiting = [path]
+        while waiting:
+            part = waiting.pop()
+            node = self.nodes[part]
+            if part in found or isinstance(node, bool):
+                continue
+            found[part] = node
+            waiting += children[part]
+            if "$ref" in node:
+                waiting.append(self._target(part, node["$ref"]))
+        return list(found.values())
 
     def _ends(self, path: Path, ending: set[Path]) -> bool:
         node = self.nodes[path]
