@@ -73,6 +73,14 @@ class StepLoad:
         return int(num_rows > 0), int(num_rows > 1), num_rows, context, self.draft_passes
 
 
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    seconds: float
+    """0 while nothing is measured."""
+    budget: int | None
+    """Prefill tokens it could take beside its streams, from the position of its first chunk; None: it has no chunk."""
+
+
 class PrefillBudget:
     """Prefill tokens for one step: many when nobody decodes; else what keeps the predicted step time under the limit.
 
@@ -122,6 +130,14 @@ class PrefillBudget:
         """Seconds a step with the streams of `load` may take, whatever stands beside them."""
         streams = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
         return max(self.target_itl, self.decode_multiple * self.predict(streams))
+
+    def forecast(self, step: ScheduledStep) -> StepForecast:
+        """What is known of a step before it ran. Rows of prompts that end in it are no streams yet."""
+        seconds = self.predict(StepLoad.of(step))
+        if not step.prefill:
+            return StepForecast(seconds, None)
+        streams = StepLoad().with_rows([row.start for row in step.decode if row.output_index > 0])
+        return StepForecast(seconds, self.num_tokens(streams, step.prefill[0].start))
 
     def num_tokens(self, load: StepLoad, start: int) -> int:
         """How many tokens a chunk that begins at position `start` may have in a step that does `load` already."""
