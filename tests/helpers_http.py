@@ -26,10 +26,11 @@ from mlxserve.store.registry import Registry
 class Server:
     """A host and its app under uvicorn, on an event loop in a thread."""
 
-    def __init__(self, build: FakeBuild, host: ModelHost, address: str) -> None:
+    def __init__(self, build: FakeBuild, host: ModelHost, address: str, client: httpx.Client) -> None:
         self.build = build
         self.host = host
         self.address = address
+        self.client = client
 
     @property
     def runner(self) -> FakeRunner:
@@ -37,20 +38,20 @@ class Server:
 
     def complete(self, prompt: str = "the cat", **fields: Any) -> httpx.Response:
         body = {"model": "one", "prompt": prompt, "temperature": 0, **fields}
-        return httpx.post(self.address + "/v1/completions", json=body, timeout=TIMEOUT)
+        return self.client.post("/v1/completions", json=body)
 
     def get(self, path: str, **headers: str) -> httpx.Response:
-        return httpx.get(self.address + path, headers=headers, timeout=TIMEOUT)
+        return self.client.get(path, headers=headers)
 
     def traces(self) -> list[dict[str, Any]]:
         """What /debug/requests lists."""
         return self.get("/debug/requests").json()["requests"]
 
     def health(self) -> httpx.Response:
-        return httpx.get(self.address + "/health", timeout=TIMEOUT)
+        return self.get("/health")
 
     def metric(self, name: str) -> float:
-        text = httpx.get(self.address + "/metrics", timeout=TIMEOUT).text
+        text = self.get("/metrics").text
         return float(
             next(line for line in text.splitlines() if line.startswith(f'mlxserve_{name}{{model="one"}}')).split()[1]
         )
@@ -131,7 +132,10 @@ def serving(
         server = started.result(TIMEOUT)
         try:
             wait_until(lambda: server.started)
-            yield Server(build, host, f"http://127.0.0.1:{listener.getsockname()[1]}")
+            address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+            limits = httpx.Limits(max_connections=None)
+            with httpx.Client(base_url=address, timeout=TIMEOUT, trust_env=False, limits=limits) as client:
+                yield Server(build, host, address, client)
         finally:
             server.should_exit = True
             thread.join(TIMEOUT)

@@ -11,10 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_engine import wait_until
-from helpers_engine import TIMEOUT, FakeBuild, Gate, held
+from helpers_engine import FakeBuild, Gate, held
 from helpers_http import Caller, Server, serving
 
 from mlxserve.api import request_scope
@@ -72,7 +71,7 @@ def ask(server: Server, now: Callable[[], float], *, prompt: str = "the cat", st
     body = {"model": "one", "prompt": prompt, "temperature": 0, "max_tokens": 8, "stream": stream}
     began = now()
     request_id, first = "", None
-    with httpx.stream("POST", server.address + "/v1/completions", json=body, timeout=TIMEOUT) as reply:
+    with server.client.stream("POST", "/v1/completions", json=body) as reply:
         assert reply.status_code == 200, reply.read()
         for line in reply.iter_lines():
             data = line.removeprefix("data: ")
@@ -134,26 +133,22 @@ def test_a_body_that_is_slow_to_come(build: FakeBuild, tmp_path: Path, clock: Cl
         def slow_body() -> Iterator[bytes]:
             yield b'{"model": "one", "prompt": "the cat", '
             # The server has the headers before the rest of the body is late.
-            wait_until(lambda: num_requests(server) == before + 1)
+            wait_until(lambda: arrivals)
             clock.pass_delay()
             yield b'"max_tokens": 3}'
 
-        before = 0
-        arrivals: list[float] = []
-        state = request_scope.RequestScope.__call__
+        arrivals: list[str] = []
+        enter = request_scope.RequestScope.__call__
 
-        async def counting(self: Any, scope: Any, receive: Any, send: Any) -> None:
-            arrivals.append(clock.monotonic())
-            await state(self, scope, receive, send)
-
-        def num_requests(server: Server) -> int:
-            return len(arrivals)
+        async def noted(self: Any, scope: Any, receive: Any, send: Any) -> None:
+            arrivals.append(scope["path"])
+            await enter(self, scope, receive, send)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(request_scope.RequestScope, "__call__", counting)
+            patch.setattr(request_scope.RequestScope, "__call__", noted)
             began = clock.monotonic()
             headers = {"content-type": "application/json"}
-            reply = httpx.post(server.address + "/v1/completions", content=slow_body(), headers=headers)
+            reply = server.client.post("/v1/completions", content=slow_body(), headers=headers)
             total = clock.monotonic() - began
         check(server, Seen(reply.json()["id"], total, total), ["front_end"])
 
