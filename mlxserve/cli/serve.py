@@ -67,7 +67,7 @@ def serve(
     draft_model: DraftModel = None,
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
-    debug_prompts: Annotated[bool, typer.Option("--debug-prompts", help="Let /debug show prompts.")] = False,
+    debug_prompts: Annotated[bool, typer.Option("--debug-prompts", hidden=True)] = False,
     threads: Threads = None,
     log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
 ) -> None:

@@ -1,9 +1,8 @@
 """`mlxserve top`: a running server's requests, steps and KV blocks, in the terminal."""
 
 import time
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-import httpx
 import typer
 
 from mlxserve import config
@@ -12,7 +11,10 @@ from mlxserve.cli.options import Host, Port
 from mlxserve.config import ServerConfig
 from mlxserve.errors import ConfigError, EngineError, MlxserveError
 
-TIMEOUT = httpx.Timeout(5.0, connect=2.0)
+if TYPE_CHECKING:
+    import httpx
+
+TIMEOUT = 5.0
 NUM_STEPS = 500
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 60.0
 
@@ -52,7 +54,9 @@ def top(
             return
 
 
-def _client(server_config: ServerConfig) -> httpx.Client:
+def _client(server_config: ServerConfig) -> "httpx.Client":
+    import httpx
+
     key = server_config.api_key
     return httpx.Client(
         base_url=client_url(server_config.host, server_config.port),
@@ -63,17 +67,21 @@ def _client(server_config: ServerConfig) -> httpx.Client:
     )
 
 
-def _snapshot(client: httpx.Client) -> tuple[dict[str, Any], dict[str, Any]]:
+def _snapshot(client: "httpx.Client") -> tuple[dict[str, Any], dict[str, Any]]:
     """What /debug/requests and /debug/steps say now.
 
     Raises:
         ConfigError: the server wants another API key, or is none of ours.
         EngineError: nothing answers.
     """
-    return _get(client, "/debug/requests"), _get(client, f"/debug/steps?limit={NUM_STEPS}")
+    requests = _get(client, "/debug/requests", "requests")
+    return requests, _get(client, f"/debug/steps?limit={NUM_STEPS}", "models")
 
 
-def _get(client: httpx.Client, path: str) -> dict[str, Any]:
+def _get(client: "httpx.Client", path: str, key: str) -> dict[str, Any]:
+    """The object at a path; one without `key` is none of ours."""
+    import httpx
+
     try:
         reply = client.get(path)
     except httpx.HTTPError as error:
@@ -87,7 +95,7 @@ def _get(client: httpx.Client, path: str) -> dict[str, Any]:
         content = reply.json()
     except ValueError:
         content = None
-    if reply.status_code != 200 or not isinstance(content, dict):
+    if reply.status_code != 200 or not isinstance(content, dict) or key not in content:
         raise ConfigError(
             f"the server at {client.base_url} answers {path.partition('?')[0]} with status {reply.status_code}: "
             "it is no mlxserve, or an older one; name another with --host and --port"

@@ -108,10 +108,12 @@ class PrefillBudget:
         self._mixed_cost = LinearCost()
         """What chunks add to a step with decode rows in the same pass."""
         self._decode_cost = LinearCost()
+        self._forecast: tuple[ScheduledStep, StepLoad] | None = None
+        """The last step that forecast() was asked about: observe() needs its load again."""
 
     def observe(self, step: ScheduledStep, result: StepResult) -> None:
         """Learn from a step's measured times."""
-        load = StepLoad.of(step)
+        load = self._forecast[1] if self._forecast and self._forecast[0] is step else StepLoad.of(step)
         if result.decode_time is None:
             added = result.prefill_time - self._decode_cost.predict(load.decode_features)
             self._mixed_cost.observe(load.prefill_features, added)
@@ -133,7 +135,9 @@ class PrefillBudget:
 
     def forecast(self, step: ScheduledStep) -> StepForecast:
         """What is known of a step before it ran. Rows of prompts that end in it are no streams yet."""
-        seconds = self.predict(StepLoad.of(step))
+        load = StepLoad.of(step)
+        self._forecast = step, load
+        seconds = self.predict(load)
         if not step.prefill:
             return StepForecast(seconds, None)
         streams = StepLoad().with_rows([row.start for row in step.decode if row.output_index > 0])
