@@ -9,6 +9,7 @@ beside it (the plot needs matplotlib).
 import argparse
 import csv
 import importlib.metadata
+import math
 import os
 import platform
 import random
@@ -165,7 +166,7 @@ def table(rows: list[dict[str, object]]) -> list[str]:
         lines.append(
             f"| {kind} | {shown} | {len(members)} | {statistics.median(row['predicted_ms'] for row in members):.1f} "
             f"| {statistics.median(row['measured_ms'] for row in members):.1f} | {statistics.median(errors):.1%} "
-            f"| {errors[int(0.9 * (len(errors) - 1))]:.1%} | {statistics.median(ratios) - 1:+.1%} |"
+            f"| {errors[math.ceil(0.9 * len(errors)) - 1]:.1%} | {statistics.median(ratios) - 1:+.1%} |"
         )
     return lines
 
