@@ -126,6 +126,8 @@ class ServerConfig:
     log_level: str = "info"
     threads: int | None = None
     """Threads of the CPU's matrix library; None: one for each core. No effect on a GPU."""
+    debug_prompts: bool = False
+    """Let /debug show what prompts say."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after the first Ctrl-C."""
 

@@ -8,7 +8,8 @@
     |   `-- DownloadError           the hub did not give the files
     |-- RequestError                this request is wrong; `param` names the field
     |   |-- InvalidParameter
-    |   `-- ContextLengthExceeded   prompt (plus answer) does not fit; carries both numbers
+    |   |-- ContextLengthExceeded   prompt (plus answer) does not fit; carries both numbers
+    |   `-- RequestNotFound         no request of this id is remembered
     |-- CapacityError               nothing is wrong with the request, there is no room now
     |   `-- QueueFull               carries retry_after in seconds
     |-- BenchError                  a measurement cannot be made, or would not mean what it seems to
@@ -70,6 +71,10 @@ class ContextLengthExceeded(RequestError):
         super().__init__(message, param=param, code="context_length_exceeded")
         self.num_tokens = num_tokens
         self.limit = limit
+
+
+class RequestNotFound(RequestError):
+    """No request of this id is remembered."""
 
 
 class CapacityError(MlxserveError):

@@ -108,6 +108,8 @@ class FakeHost:
     """Names and request ids whose load or admission was cancelled."""
     cancelled: list[str] = field(default_factory=list)
     """Ids of the generations that were cancelled before they ended."""
+    delivered: list[str] = field(default_factory=list)
+    """Ids of the generations whose answers were written out, or given up."""
     engine_stats: dict[str, EngineStats] = field(default_factory=dict)
 
     async def get(self, name: str) -> "FakeModel":
@@ -220,6 +222,9 @@ class FakeGeneration:
         if self._ended:
             raise StopAsyncIteration
         return await anext(self._events)
+
+    def delivered(self) -> None:
+        self._host.delivered.append(self.request_id)
 
     def cancel(self) -> None:
         if not self._ended:

@@ -21,7 +21,7 @@ from mlxserve.core.constraint import Grammar
 from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TextPrompt
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.stats import RequestRecord
+from mlxserve.core.stats import RequestRecord, StepRecord
 from mlxserve.core.step import BlockTable, SampledToken, ScheduledStep, StepResult
 from mlxserve.engine import model_host
 from mlxserve.engine.build import BuiltEngine
@@ -183,12 +183,20 @@ class Recorder:
 
     records: list[RequestRecord] = field(default_factory=list)
     intervals: list[float] = field(default_factory=list)
+    steps: list[StepRecord] = field(default_factory=list)
+    loads: list[tuple[str, str]] = field(default_factory=list)
 
     def request_finished(self, record: RequestRecord) -> None:
         self.records.append(record)
 
     def inter_token_latency(self, model: str, seconds: float) -> None:
         self.intervals.append(seconds)
+
+    def step_finished(self, model: str, step: StepRecord) -> None:
+        self.steps.append(step)
+
+    def model_loaded(self, model: str, outcome: str, seconds: float) -> None:
+        self.loads.append((model, outcome))
 
     def outcomes(self) -> dict[str, str]:
         outcomes = {record.request_id: record.outcome for record in self.records}

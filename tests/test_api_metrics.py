@@ -1,6 +1,7 @@
 """/metrics and /health."""
 
 import asyncio
+from typing import Any
 
 import httpx
 import pytest
@@ -11,7 +12,7 @@ from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics
 from mlxserve.config import ServerConfig
 from mlxserve.core.generation import Timings, Usage
-from mlxserve.core.stats import DiskStats, EngineStats, Observer, RequestRecord
+from mlxserve.core.stats import ChunkRecord, DiskStats, EngineStats, Observer, RequestRecord, StepRecord
 
 TIMINGS = Timings(front_end=0.1, queue=0.2, prefill=0.3, delivery=0.05, decode=1.0, total=2.0)
 NOT_STARTED = Timings(front_end=0.1, queue=0.0, prefill=0.0, delivery=0.0, decode=0.0, total=0.1)
@@ -64,6 +65,57 @@ def test_requests() -> None:
     assert found["mlxserve_inter_token_latency_seconds_count", "fake"] == 2
     assert found["mlxserve_inter_token_latency_seconds_bucket", "0.05", "fake"] == 1
 
+    assert found["mlxserve_front_end_time_seconds_sum", "fake"] == pytest.approx(3 * 0.1)
+    assert found["mlxserve_request_prefill_time_seconds_sum", "fake"] == pytest.approx(3 * 0.3)
+    assert found["mlxserve_first_token_delivery_time_seconds_sum", "fake"] == pytest.approx(3 * 0.05)
+    assert found["mlxserve_cached_prompt_tokens_total", "fake"] == 4
+    # Two of three have a second token: 1 s for two more tokens, 1 s for one.
+    assert found["mlxserve_request_time_per_output_token_seconds_count", "fake"] == 2
+    assert found["mlxserve_request_time_per_output_token_seconds_sum", "fake"] == pytest.approx(1.5)
+    assert found["mlxserve_request_decode_time_seconds_count", "fake"] == 2
+    assert found["mlxserve_request_prompt_tokens_count", "fake"] == 3
+    assert found["mlxserve_request_errors_total", "QueueFull", "fake"] == 1
+    assert ("mlxserve_request_errors_total", "cancelled", "fake") not in found
+
+
+def step(kind: str, **fields: Any) -> StepRecord:
+    parts: dict[str, Any] = {
+        "decode": {"rows": ("a", "b")},
+        "prefill": {"chunks": (ChunkRecord("c", 0, 30),)},
+        "mixed": {"rows": ("a",), "chunks": (ChunkRecord("c", 0, 30), ChunkRecord("d", 8, 10))},
+        "empty": {},
+    }
+    whole = {"rows": (), "chunks": (), "released": (), "num_draft_tokens": 0, "budget": None} | parts[kind] | fields
+    return StepRecord(step_id=1, end=9.0, num_running=1, num_waiting=0, num_blocks_used=1, num_blocks_cached=0, **whole)
+
+
+def test_steps() -> None:
+    metrics = Metrics()
+    for kind in ("decode", "decode", "prefill", "mixed", "empty"):
+        record = step(kind, predicted=0.02, measured=0.03)
+        assert record.kind == kind
+        metrics.step_finished("fake", record)
+    found = samples(metrics.render().decode())
+    assert found["mlxserve_step_time_seconds_count", "decode", "fake"] == 2
+    assert found["mlxserve_step_time_seconds_sum", "decode", "fake"] == pytest.approx(0.06)
+    assert found["mlxserve_step_predicted_seconds_total", "mixed", "fake"] == pytest.approx(0.02)
+    assert found["mlxserve_iteration_tokens_total_sum", "fake"] == 2 + 2 + 30 + 41
+    assert found["mlxserve_iteration_tokens_total_count", "fake"] == 5
+
+
+def test_loads_responses_and_memory() -> None:
+    host, metrics = FakeHost(), Metrics()
+    metrics.model_loaded("fake", "ok", 3.0)
+    metrics.model_loaded("fake", "ModelLoadError", 0.5)
+    assert get(host, metrics, "/nowhere").status_code == 404
+    found = samples(get(host, metrics, "/metrics").text)
+    assert found["mlxserve_model_loads_total", "fake", "ok"] == 1
+    assert found["mlxserve_model_loads_total", "fake", "ModelLoadError"] == 1
+    assert found["mlxserve_model_load_time_seconds_count", "fake"] == 1
+    assert found["mlxserve_http_responses_total", "404"] == 1
+    assert found["mlxserve_process_peak_memory_bytes",] > 1e6
+    assert found["mlxserve_device_memory_peak_bytes",] >= found["mlxserve_device_memory_active_bytes",] >= 0
+
 
 def test_engines() -> None:
     host = FakeHost()
@@ -79,6 +131,7 @@ def test_engines() -> None:
         num_prefix_hit_tokens=640,
         num_draft_tokens=300,
         num_accepted_tokens=210,
+        num_evicted_blocks=4,
         disk=DiskStats(True, 7, 7000, num_loaded_tokens=448, num_writes=9, num_errors=2),
     )
     host.engine_stats["fallback"] = EngineStats(1, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0)
@@ -87,6 +140,10 @@ def test_engines() -> None:
         ("mlxserve_num_requests_running", "fake"): 3,
         ("mlxserve_num_requests_waiting", "fake"): 2,
         ("mlxserve_kv_cache_blocks_used", "fake"): 5,
+        ("mlxserve_kv_cache_blocks_cached", "fake"): 7,
+        ("mlxserve_kv_cache_blocks_max", "fake"): 20,
+        ("mlxserve_kv_cache_evictions_total", "fake"): 4,
+        ("mlxserve_steps_total", "fake"): 99,
         ("mlxserve_kv_cache_usage_ratio", "fake"): 0.25,
         ("mlxserve_prefix_cache_queries_total", "fake"): 1000,
         ("mlxserve_prefix_cache_hits_total", "fake"): 640,

@@ -213,6 +213,7 @@ class TestChat:
             "draft_n_accepted": 0,
             "ttft_ms": 56.0,
             "front_end_ms": 1.0,
+            "load_ms": 0.0,
             "queue_ms": 2.0,
             "total_ms": 600.0,
         }

@@ -10,6 +10,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.errors import error_response
 from mlxserve.api.openai.routes import OpenAIRoutes
@@ -39,11 +40,18 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    debug = DebugRoutes(host)
     page = PageRoutes(read_files())
     app = Starlette(
-        routes=[Route("/health", health), Route("/metrics", scrape), *openai.routes(), *page.routes()],
+        routes=[
+            Route("/health", health),
+            Route("/metrics", scrape),
+            *debug.routes(),
+            *openai.routes(),
+            *page.routes(),
+        ],
         middleware=[
-            Middleware(RequestScope),
+            Middleware(RequestScope, on_status=metrics.http_response),
             Middleware(Security, config=config, paths_without_key={"/health", *page.paths}),
         ],
         exception_handlers={

@@ -12,6 +12,7 @@ from mlxserve import __version__
 from mlxserve.cli.bench import bench
 from mlxserve.cli.run import run
 from mlxserve.cli.serve import serve
+from mlxserve.cli.top import top
 from mlxserve.errors import MlxserveError
 
 app = typer.Typer(
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(serve)
+app.command()(top)
 app.add_typer(bench, name="bench")
 
 

@@ -67,6 +67,7 @@ def serve(
     draft_model: DraftModel = None,
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
+    debug_prompts: Annotated[bool, typer.Option("--debug-prompts", hidden=True)] = False,
     threads: Threads = None,
     log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
 ) -> None:
@@ -93,6 +94,7 @@ def serve(
         draft_model=draft_model,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
+        debug_prompts=debug_prompts or None,
         threads=threads,
         log_level=log_level,
     )
@@ -160,7 +162,7 @@ async def _serve(
         draft_name = _served_name(registry, engine_config.draft_model)
         engine_config = dataclasses.replace(engine_config, draft_model=draft_name)
     # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
-    host = ModelHost(engine_config, registry, observer=metrics)
+    host = ModelHost(engine_config, registry, observer=metrics, keep_prompts=server_config.debug_prompts)
     try:
         await host.start()
         models = [_served_name(registry, name) for name in models]

@@ -38,6 +38,18 @@ class TokenPrompt:
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
 
 
+@dataclass(slots=True)
+class Arrival:
+    """When a request came in over the network and got to its model: time.monotonic() seconds."""
+
+    received: float
+    """Its headers were there."""
+    parsed: float | None = None
+    """Its body was read and understood."""
+    loaded: float | None = None
+    """Its model was there, loaded for it if need be."""
+
+
 @dataclass(frozen=True, slots=True)
 class GenerationRequest:
     request_id: str
@@ -53,6 +65,8 @@ class GenerationRequest:
     """What the answer must be."""
     speculation: Speculation | None = None
     """None: the server's setting."""
+    arrival: Arrival | None = None
+    """With it, whoever sends the answer calls Generation.delivered() at the end. None: it begins in this process."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +85,7 @@ class Timings:
     """Seconds spent in each stage of one request, by the server's clock. The first four add up to TTFT."""
 
     front_end: float
-    """Received to put into the engine's inbox: chat template and tokenizer."""
+    """Received to put into the engine's inbox: reading the body, loading the model, chat template, tokenizer."""
     queue: float
     """Inbox to first scheduled."""
     prefill: float
@@ -82,6 +96,8 @@ class Timings:
     """First token computed to last token computed."""
     total: float
     """Received to finished."""
+    load: float = 0.0
+    """Of front_end: waiting for the model to be loaded."""
 
     @property
     def time_to_first_token(self) -> float:

@@ -46,6 +46,55 @@ class EngineStats:
     """Of these, the ones that became tokens of an answer."""
     disk: DiskStats | None = None
     """None: the model keeps no blocks on disk."""
+    num_evicted_blocks: int = 0
+    """Cached KV blocks that gave way to new ones since start."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkRecord:
+    request_id: str
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step that was computed: what stood in it, how long it should have taken and how long it took."""
+
+    step_id: int
+    end: float
+    """time.monotonic() when its result was there."""
+    rows: tuple[str, ...]
+    """Request ids of its decode rows."""
+    chunks: tuple[ChunkRecord, ...]
+    released: tuple[str, ...]
+    """Requests that ended or were preempted since the step before."""
+    num_draft_tokens: int
+    budget: int | None
+    """Prefill tokens it could take beside its streams; None: no prompt had any to compute."""
+    predicted: float
+    """Seconds, by what the cost model knew before; 0 while it knows nothing."""
+    measured: float
+    """Seconds the runner took."""
+    num_running: int
+    num_waiting: int
+    num_blocks_used: int
+    num_blocks_cached: int
+
+    @property
+    def begin(self) -> float:
+        return self.end - self.measured
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        return sum(chunk.num_tokens for chunk in self.chunks)
+
+    @property
+    def kind(self) -> str:
+        """decode, prefill, mixed, or empty: a step that only released something."""
+        if self.chunks:
+            return "mixed" if self.rows else "prefill"
+        return "decode" if self.rows else "empty"
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,3 +115,9 @@ class Observer(Protocol):
     def request_finished(self, record: RequestRecord) -> None: ...
 
     def inter_token_latency(self, model: str, seconds: float) -> None: ...
+
+    def step_finished(self, model: str, step: StepRecord) -> None: ...
+
+    def model_loaded(self, model: str, outcome: str, seconds: float) -> None:
+        """`outcome`: ok, or the name of the error's class."""
+        ...

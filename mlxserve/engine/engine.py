@@ -2,12 +2,13 @@
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
 from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.request import FinishReason, Request
-from mlxserve.core.stats import EngineStats
+from mlxserve.core.stats import ChunkRecord, EngineStats, StepRecord
 from mlxserve.core.step import RequestOutput, ScheduledStep, StepResult
 from mlxserve.scheduler.scheduler import Scheduler
 from mlxserve.text.token_constraint import compute_masks
@@ -15,6 +16,9 @@ from mlxserve.text.token_constraint import compute_masks
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+
+MAX_STEP_RECORDS = 2048
+"""Some minutes of decoding."""
 
 
 class Runner(Protocol):
@@ -61,11 +65,18 @@ class Engine:
         self._make_scheduler = make_scheduler
         self._scheduler = make_scheduler()
         self._num_failures_in_a_row = 0
+        self.records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
+        """The latest computed steps, oldest first. Another thread may copy it: list() of a deque is atomic."""
 
     @property
     def num_failures_in_a_row(self) -> int:
         """Rebuilds since the last step that was computed."""
         return self._num_failures_in_a_row
+
+    @property
+    def last_record(self) -> StepRecord | None:
+        """Of the latest computed step."""
+        return self.records[-1] if self.records else None
 
     @property
     def has_work(self) -> bool:
@@ -105,9 +116,7 @@ class Engine:
         step = self._scheduler.schedule(time.monotonic())
         if step is None:
             return self._scheduler.take_finished()
-        result = _computed(self._runner.run, step, self._masks)
-        self._num_failures_in_a_row = 0
-        return self._scheduler.update(step, result, time.monotonic())
+        return self._update(step, _computed(self._runner.run, step, self._masks))
 
     def _step_ahead(self, runner: AheadRunner) -> list[RequestOutput]:
         """The same with the next step on the device before this one's result is looked at.
@@ -126,9 +135,32 @@ class Engine:
         ahead = self._scheduler.schedule_ahead(step, time.monotonic())
         if ahead is not None:
             self._in_flight = ahead, _computed(runner.start, ahead, started, self._masks)
-        result = _computed(runner.finish, started)
+        return self._update(step, _computed(runner.finish, started))
+
+    def _update(self, step: ScheduledStep, result: StepResult) -> list[RequestOutput]:
         self._num_failures_in_a_row = 0
-        return self._scheduler.update(step, result, time.monotonic())
+        now = time.monotonic()
+        forecast = self._scheduler.forecast(step)
+        outputs = self._scheduler.update(step, result, now)
+        stats = self._scheduler.stats()
+        self.records.append(
+            StepRecord(
+                step_id=step.step_id,
+                end=now,
+                rows=tuple([row.request_id for row in step.decode]),
+                chunks=tuple([ChunkRecord(each.request_id, each.start, len(each.token_ids)) for each in step.prefill]),
+                released=step.released,
+                num_draft_tokens=sum([row.num_drafts for row in step.decode]),
+                budget=forecast.budget,
+                predicted=forecast.seconds,
+                measured=result.prefill_time + (result.decode_time or 0.0),
+                num_running=stats.num_running,
+                num_waiting=stats.num_waiting,
+                num_blocks_used=stats.num_blocks_used,
+                num_blocks_cached=stats.num_blocks_cached,
+            )
+        )
+        return outputs
 
     def _masks(self, step: ScheduledStep, pending: Mapping[str, int]) -> TokenMasks:
         num_rows = sum(1 + len(row.draft_token_ids) for row in step.decode)

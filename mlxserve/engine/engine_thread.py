@@ -15,9 +15,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from mlxserve.core.request import FinishReason, Request
+from mlxserve.core.stats import StepRecord
 from mlxserve.core.step import RequestOutput
 from mlxserve.engine.engine import Engine, StepFailed
 from mlxserve.errors import EngineDead, EngineError, MlxserveError
@@ -41,10 +43,17 @@ class Computed:
 
     output: RequestOutput
     time: float
+    step_id: int | None = None
+    """None: it ended between steps."""
 
 
+StepSink = Callable[[StepRecord], None]
+"""Told about each computed step of an engine, on the event loop and before what the step did to its requests."""
 Sink = Callable[[Computed | MlxserveError], None]
 """Receives everything that happens to one request, on the event loop; an error or a finish reason is the last."""
+
+Delivery = Callable[[], None]
+"""A sink with what it receives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +88,8 @@ class EngineHandle:
         self.name = name
         self.engine = engine
         self.sinks: dict[str, Sink] = {}
+        self.step_sink: StepSink | None = None
+        """The event loop sets it, once."""
         self.num_arriving = 0
         """Requests between the dialect and the inbox; the event loop writes it."""
         self.death: str | None = None
@@ -201,7 +212,7 @@ class EngineThread:
                 try:
                     handle.engine.add(request)
                 except MlxserveError as error:
-                    self._deliver([(sink, error)])
+                    self._deliver([partial(sink, error)])
                 else:
                     handle.sinks[request.request_id] = sink
             case _Abort(handle, request_id, reason):
@@ -226,6 +237,7 @@ class EngineThread:
                 self._step(handle)
 
     def _step(self, handle: EngineHandle) -> None:
+        last = handle.engine.last_record
         try:
             outputs = handle.engine.step()
         except StepFailed as failure:
@@ -233,19 +245,29 @@ class EngineThread:
         except Exception as error:
             self._fail(handle, error)
         else:
-            self._give_out(handle, outputs)
+            record = handle.engine.last_record
+            self._give_out(handle, outputs, record=None if record is last else record)
 
-    def _give_out(self, handle: EngineHandle, outputs: list[RequestOutput], failure: EngineError | None = None) -> None:
-        """Deliver outputs; `failure` is what a request that ended with ERROR is told."""
+    def _give_out(
+        self,
+        handle: EngineHandle,
+        outputs: list[RequestOutput],
+        failure: EngineError | None = None,
+        record: StepRecord | None = None,
+    ) -> None:
+        """Deliver outputs; `failure` is what a request that ended with ERROR is told, `record` the step they are of."""
         now = time.monotonic()
-        deliveries: list[tuple[Sink, Computed | MlxserveError]] = []
+        deliveries: list[Delivery] = []
+        if record is not None and handle.step_sink is not None:
+            deliveries.append(partial(handle.step_sink, record))
+        step_id = None if record is None else record.step_id
         for output in outputs:
             ended = output.finish_reason is not None
             sink = handle.sinks.pop(output.request_id) if ended else handle.sinks[output.request_id]
             if failure is not None and output.finish_reason is FinishReason.ERROR:
-                deliveries.append((sink, failure))
+                deliveries.append(partial(sink, failure))
             else:
-                deliveries.append((sink, Computed(output, now)))
+                deliveries.append(partial(sink, Computed(output, now, step_id)))
         self._deliver(deliveries)
 
     def _check_integrity(self) -> None:
@@ -293,16 +315,16 @@ class EngineThread:
         reason = self.death or (message.handle.death if isinstance(message, _Submit) else None) or "stopped"
         match message:
             case _Submit(sink=sink):
-                self._deliver([(sink, EngineDead(reason))])
+                self._deliver([partial(sink, EngineDead(reason))])
             case _Call(future=future):
                 if future.set_running_or_notify_cancel():
                     future.set_exception(EngineDead(reason))
 
     def _tell_all(self, handle: EngineHandle, error: MlxserveError) -> None:
         sinks, handle.sinks = handle.sinks, {}
-        self._deliver([(sink, error) for sink in sinks.values()])
+        self._deliver([partial(sink, error) for sink in sinks.values()])
 
-    def _deliver(self, deliveries: list[tuple[Sink, Computed | MlxserveError]]) -> None:
+    def _deliver(self, deliveries: list[Delivery]) -> None:
         if not deliveries:
             return
         try:
@@ -311,6 +333,6 @@ class EngineThread:
             logger.debug("event loop is closed; %d outputs have no reader", len(deliveries))
 
 
-def _call_sinks(deliveries: list[tuple[Sink, Computed | MlxserveError]]) -> None:
-    for sink, item in deliveries:
-        sink(item)
+def _call_sinks(deliveries: list[Delivery]) -> None:
+    for deliver in deliveries:
+        deliver()

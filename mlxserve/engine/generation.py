@@ -23,9 +23,10 @@ from mlxserve.core.generation import (
 )
 from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams, sample_seed
-from mlxserve.core.stats import EngineStats, Observer, RequestRecord
+from mlxserve.core.stats import EngineStats, Observer, RequestRecord, StepRecord
 from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
+from mlxserve.engine.journal import Journal, RequestTrace
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import (
     ContextLengthExceeded,
@@ -77,6 +78,7 @@ class ServedModel:
         config: EngineConfig,
         executor: Executor,
         observer: Observer | None,
+        journal: Journal | None = None,
     ) -> None:
         self.description = description
         self.tokenizer = tokenizer
@@ -86,11 +88,13 @@ class ServedModel:
         self._config = config
         self._executor = executor
         self._observer = observer
+        self._journal = Journal() if journal is None else journal
         self._in_flight: dict[str, Generation] = {}
         self._is_draining = False
         self._idle = asyncio.Event()
         self._idle.set()
         self._mean_duration = 1.0
+        handle.step_sink = self._note_step
 
     @property
     def name(self) -> str:
@@ -121,6 +125,10 @@ class ServedModel:
     def stats(self) -> EngineStats:
         return self._handle.engine.stats()
 
+    def steps(self) -> list[StepRecord]:
+        """The latest steps, oldest first."""
+        return list(self._handle.engine.records)
+
     async def generate(self, request: GenerationRequest) -> "Generation":
         """Template, tokenise, compile the grammar of, and queue a request.
 
@@ -141,14 +149,20 @@ class ServedModel:
         ... behind it, and each has a seed that follows from the request's and its index. Only the first one gives
         PromptLogprobs. None is queued if this raises, which it does as generate().
         """
-        timeline = Timeline()
+        timeline = Timeline.of(request.arrival)
+        trace = self._journal.open(request.request_id, self.name, request, timeline)
         try:
-            return await self._admit(request, num_samples, timeline)
+            generations = await self._admit(request, num_samples, timeline)
         except BaseException as error:
             cancelled = isinstance(error, asyncio.CancelledError)
             outcome = FinishReason.CANCELLED.value if cancelled else type(error).__name__
             self._record(request.request_id, outcome, Usage(0, 0, 0), timeline.timings())
+            trace.outcome = outcome
+            timeline.finished = timeline.delivered = time.monotonic()
+            self._journal.close(trace)
             raise
+        self._journal.drop(trace)
+        return generations
 
     async def _admit(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> "list[Generation]":
         self._check_alive()
@@ -158,7 +172,9 @@ class ServedModel:
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
         self._handle.num_arriving += num_samples
         try:
-            prompt_ids, constraints = await loop.run_in_executor(self._executor, self._read, request, num_samples)
+            prompt_ids, constraints = await loop.run_in_executor(
+                self._executor, self._read, request, num_samples, timeline
+            )
         finally:
             self._handle.num_arriving -= num_samples
         self._check_alive()
@@ -200,6 +216,8 @@ class ServedModel:
             sampling = replace(sampling, prompt_logprobs=None)
         max_tokens = sampling.max_tokens or self.context_length
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
+        timeline = replace(timeline)
+        began = timeline.received if timeline.loaded is None else timeline.loaded
         engine_request = Request(
             request_id=request_id,
             prompt_token_ids=prompt_ids,
@@ -207,30 +225,41 @@ class ServedModel:
             eos_token_ids=self.tokenizer.eos_token_ids,
             seed=sample_seed(seed, index),
             max_total_tokens=min(self.context_length, len(prompt_ids) + max_tokens),
-            arrival_time=timeline.received,
-            deadline=None if timeout is None else timeline.received + timeout,
+            arrival_time=began,
+            deadline=None if timeout is None else began + timeout,
             priority=request.priority,
             cache_salt=request.cache_salt,
             constraint=constraint,
             speculation=self._speculation(request),
         )
+        trace = self._journal.open(request_id, self.name, request, timeline)
+        trace.request = engine_request
         generation = Generation(
             engine_request,
             stop=request.stop,
             detokenizer=IncrementalDetokenizer(self.tokenizer),
-            timeline=replace(timeline),
+            timeline=timeline,
+            trace=trace,
             abort=lambda reason: self._thread.abort(self._handle, request_id, reason),
             on_token_interval=self._observe_interval,
             on_end=self._ended,
+            on_delivered=lambda: self._journal.close(trace),
+            is_delivered_later=request.arrival is not None,
         )
         self._in_flight[request_id] = generation
         self._idle.clear()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
 
-    def _read(self, request: GenerationRequest, num_samples: int) -> tuple[list[int], Sequence[TokenConstraint | None]]:
+    def _read(
+        self, request: GenerationRequest, num_samples: int, timeline: Timeline
+    ) -> tuple[list[int], Sequence[TokenConstraint | None]]:
         """The prompt's token ids, and what each answer must be. On a worker thread."""
-        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length)
+
+        def rendered() -> None:
+            timeline.templated = time.monotonic()
+
+        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length, rendered)
         grammar = request.grammar
         if grammar is None:
             return prompt_ids, [None] * num_samples
@@ -301,6 +330,19 @@ class ServedModel:
             reason = f"{self.name} runs on mlx-lm's own caches and cannot speculate; leave it out"
         raise InvalidParameter(f"speculation {asked.value!r}: {reason}", param="speculation")
 
+    def _note_step(self, step: StepRecord) -> None:
+        for request_id in step.released:
+            if (generation := self._in_flight.get(request_id)) is not None:
+                generation.trace.note_released(step)
+        for chunk in step.chunks:
+            if (generation := self._in_flight.get(chunk.request_id)) is not None:
+                generation.trace.note_chunk(step, chunk.start, chunk.num_tokens)
+        for request_id in step.rows:
+            if (generation := self._in_flight.get(request_id)) is not None:
+                generation.trace.note_row(step)
+        if self._observer is not None:
+            self._observer.step_finished(self.name, step)
+
     def _observe_interval(self, seconds: float) -> None:
         if self._observer is not None:
             self._observer.inter_token_latency(self.name, seconds)
@@ -349,19 +391,26 @@ class Generation:
         stop: tuple[str, ...],
         detokenizer: IncrementalDetokenizer,
         timeline: Timeline,
+        trace: RequestTrace,
         abort: Callable[[FinishReason], None],
         on_token_interval: Callable[[float], None],
         on_end: Callable[["Generation", str, Usage, Timings], None],
+        on_delivered: Callable[[], None],
+        is_delivered_later: bool,
     ) -> None:
+        """`is_delivered_later`: whoever reads it calls delivered(); else its end is its delivery."""
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self._request = request
         self._detokenizer = detokenizer
         self._stop_strings = StopStringMatcher(stop)
         self._timeline = timeline
+        self.trace = trace
         self._abort = abort
         self._on_token_interval = on_token_interval
         self._on_end = on_end
+        self._on_delivered = on_delivered
+        self._is_delivered_later = is_delivered_later
         self._arrivals: asyncio.Queue[Computed | MlxserveError] = asyncio.Queue()
         self._ready: deque[GenerationEvent | MlxserveError] = deque()
         self._num_cached_tokens = 0
@@ -374,15 +423,25 @@ class Generation:
         """Take what the engine did to this request. The engine thread's deliveries call this on the event loop."""
         if self._ended:
             return
-        if isinstance(item, Computed):
-            timeline = self._timeline
+        timeline = self._timeline
+        if isinstance(item, MlxserveError):
+            timeline.computed = time.monotonic()
+        else:
             for _ in item.output.tokens:
                 if timeline.first_token is None:
                     timeline.first_token = item.time
                 elif timeline.last_token is not None:
                     self._on_token_interval(item.time - timeline.last_token)
                 timeline.last_token = item.time
+                self.trace.note_token(item.time, item.step_id)
+            if item.output.finish_reason is not None:
+                timeline.computed = item.time
         self._arrivals.put_nowait(item)
+
+    def delivered(self) -> None:
+        """Its answer was written out, or nobody wants it any more."""
+        self._timeline.delivered = time.monotonic()
+        self._on_delivered()
 
     def cancel(self, why: str = "the client went away") -> None:
         """Stop computing it and free its blocks in the next step. Without effect once it ended."""
@@ -488,4 +547,7 @@ class Generation:
             self._ready.append(Finished(last, self._stop_strings.matched, usage, timings))
         else:
             self._ready.append(last)
+        self.trace.outcome, self.trace.usage = outcome, usage
         self._on_end(self, outcome, usage, timings)
+        if not self._is_delivered_later:
+            self.delivered()

@@ -10,11 +10,12 @@ from pathlib import Path
 
 from mlxserve.config import EngineConfig, kv_disk_dir
 from mlxserve.core.request import Speculation
-from mlxserve.core.stats import EngineStats, Observer
+from mlxserve.core.stats import EngineStats, Observer, StepRecord
 from mlxserve.engine import build
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.generation import ModelDescription, ServedModel
+from mlxserve.engine.journal import Journal
 from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
 from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
 from mlxserve.runner import device
@@ -68,15 +69,19 @@ class ModelHost:
         allow_paths: bool = False,
         allow_downloads: bool = False,
         progress: hub.ProgressCallback | None = None,
+        keep_prompts: bool = False,
     ) -> None:
         """`allow_paths`: names may be paths of this machine (the command line; never over HTTP).
-        `allow_downloads`: a hub model that is not here is fetched, telling `progress`."""
+        `allow_downloads`: a hub model that is not here is fetched, telling `progress`.
+        `keep_prompts`: the journal remembers what prompts said."""
         self._config = config
         self._registry = registry
         self._observer = observer
         self._allow_paths = allow_paths
         self._allow_downloads = allow_downloads
         self._progress = progress
+        self.journal = Journal(keep_prompts=keep_prompts)
+        """Requests of all models, under way and ended."""
         self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="mlxserve-text")
         self._models: dict[ModelSource, asyncio.Task[ServedModel]] = {}
         self._deaths: dict[ModelSource, str] = {}
@@ -111,7 +116,7 @@ class ModelHost:
         source = self._registry.resolve(name, allow_paths=self._allow_paths)
         task = self._models.get(source)
         if task is None or self._is_lost(source, task):
-            task = asyncio.create_task(self._load(source))
+            task = asyncio.create_task(self._load_observed(source))
             self._models[source] = task
         try:
             # Shielded: one client that goes away must not stop the load for the others.
@@ -151,6 +156,10 @@ class ModelHost:
     def stats(self) -> dict[str, EngineStats]:
         """Of each loaded model, by name."""
         return {model.name: model.stats() for _, model in self._loaded()}
+
+    def steps(self) -> dict[str, list[StepRecord]]:
+        """The latest steps of each loaded model, oldest first."""
+        return {model.name: model.steps() for _, model in self._loaded()}
 
     @property
     def num_in_flight(self) -> int:
@@ -203,6 +212,18 @@ class ModelHost:
         if death is not None:
             self._deaths[source] = death
         return death is not None
+
+    async def _load_observed(self, source: ModelSource) -> ServedModel:
+        started = time.monotonic()
+        outcome = "ok"
+        try:
+            return await self._load(source)
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            if self._observer is not None:
+                self._observer.model_loaded(source.name, outcome, time.monotonic() - started)
 
     async def _load(self, source: ModelSource) -> ServedModel:
         thread, found = self._thread, self._device
@@ -257,6 +278,7 @@ class ModelHost:
             config=self._config,
             executor=self._executor,
             observer=self._observer,
+            journal=self.journal,
         )
 
     async def _load_draft(

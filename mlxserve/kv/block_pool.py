@@ -57,6 +57,8 @@ class BlockPool:
                 "raise kv_cache_bytes, or lower block_size"
             )
         self.max_blocks = max_blocks
+        self.num_evicted = 0
+        """Cached blocks that were handed out for something else, since the pool was made."""
         self._blocks: list[_Block] = [_Block()]
         self._free: list[int] = []
         # OrderedDict and not dict: a dict whose first key is deleted again and again scans over the holes.
@@ -104,6 +106,7 @@ class BlockPool:
         elif self._cached:
             block_id, _ = self._cached.popitem(last=False)
             self._drop_content(block_id)
+            self.num_evicted += 1
         else:
             raise EngineError(f"all {self.max_blocks} KV blocks are in use")
         self._blocks[block_id].ref_count = 1

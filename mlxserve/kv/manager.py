@@ -110,6 +110,10 @@ class KVManager:
     def disk_stats(self) -> DiskStats | None:
         return None if self._tier is None else self._tier.stats()
 
+    @property
+    def num_evicted_blocks(self) -> int:
+        return sum(group.pool.num_evicted for group in self._groups)
+
     def find_cached_prefix(self, request: Request) -> PrefixHit:
         """The longest cached prefix of the request's tokens. It never covers the last one, which must be computed."""
         if not self._enable_prefix_caching:

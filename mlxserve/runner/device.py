@@ -55,6 +55,20 @@ def configure(device: Device) -> None:
     mx.set_cache_limit(int(device.memory_budget * BUFFER_CACHE_SHARE))
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes that MLX has allocated."""
+
+    active: int
+    peak: int
+    cached: int
+
+
+def memory() -> DeviceMemory:
+    """What MLX's allocator says now. Any thread may ask: nothing is computed."""
+    return DeviceMemory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
+
+
 def release() -> None:
     """End what MLX runs for this thread. Call last on a thread that used MLX: its streams must not outlive it."""
     mx.synchronize()

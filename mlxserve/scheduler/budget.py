@@ -73,6 +73,14 @@ class StepLoad:
         return int(num_rows > 0), int(num_rows > 1), num_rows, context, self.draft_passes
 
 
+@dataclass(frozen=True, slots=True)
+class StepForecast:
+    seconds: float
+    """0 while nothing is measured."""
+    budget: int | None
+    """Prefill tokens it could take beside its streams, from the position of its first chunk; None: it has no chunk."""
+
+
 class PrefillBudget:
     """Prefill tokens for one step: many when nobody decodes; else what keeps the predicted step time under the limit.
 
@@ -100,10 +108,12 @@ class PrefillBudget:
         self._mixed_cost = LinearCost()
         """What chunks add to a step with decode rows in the same pass."""
         self._decode_cost = LinearCost()
+        self._forecast: tuple[ScheduledStep, StepLoad] | None = None
+        """The last step that forecast() was asked about: observe() needs its load again."""
 
     def observe(self, step: ScheduledStep, result: StepResult) -> None:
         """Learn from a step's measured times."""
-        load = StepLoad.of(step)
+        load = self._forecast[1] if self._forecast and self._forecast[0] is step else StepLoad.of(step)
         if result.decode_time is None:
             added = result.prefill_time - self._decode_cost.predict(load.decode_features)
             self._mixed_cost.observe(load.prefill_features, added)
@@ -122,6 +132,16 @@ class PrefillBudget:
         """Seconds a step with the streams of `load` may take, whatever stands beside them."""
         streams = StepLoad(decode_rows=load.decode_rows, decode_context=load.decode_context)
         return max(self.target_itl, self.decode_multiple * self.predict(streams))
+
+    def forecast(self, step: ScheduledStep) -> StepForecast:
+        """What is known of a step before it ran. Rows of prompts that end in it are no streams yet."""
+        load = StepLoad.of(step)
+        self._forecast = step, load
+        seconds = self.predict(load)
+        if not step.prefill:
+            return StepForecast(seconds, None)
+        streams = StepLoad().with_rows([row.start for row in step.decode if row.output_index > 0])
+        return StepForecast(seconds, self.num_tokens(streams, step.prefill[0].start))
 
     def num_tokens(self, load: StepLoad, start: int) -> int:
         """How many tokens a chunk that begins at position `start` may have in a step that does `load` already."""

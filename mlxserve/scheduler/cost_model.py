@@ -7,7 +7,10 @@ from collections.abc import Sequence
 
 MAX_CELLS = 64
 SAMPLES_PER_CELL = 5
-LATEST_RATIOS = 9
+LATEST = 9
+"""Measurements that tell how fast the machine is just now."""
+OBSERVATIONS_PER_FIT = 32
+"""A fit takes as long as a hundred predictions. Cells change slowly; what changes faster is in the latest ratios."""
 RIDGE = 1e-6
 """Relative to the diagonal: it only decides between combinations that the measurements cannot tell apart."""
 
@@ -18,15 +21,19 @@ class LinearCost:
     Measurements fall into cells of similar features (half octaves). Each cell keeps its last few and stands for itself
     with the median one, so a hiccup counts for nothing; and since every cell counts once, a thousand decode steps do
     not wash out what the warm-up measured of other loads. The weights minimise the sum of squared relative errors over
-    the cells. So they change slowly; that the whole machine became slower or faster shows in the median ratio of the
-    latest measurements to the fit, by which predictions are multiplied.
+    the cells, once a new cell has appeared or every OBSERVATIONS_PER_FIT. So they change slowly; that the whole machine
+    became slower or faster shows in the median ratio of the latest measurements to the fit, by which predictions are
+    multiplied.
     """
 
     def __init__(self) -> None:
         self._cells: OrderedDict[tuple[int, ...], deque[tuple[float, tuple[int, ...]]]] = OrderedDict()
         self._weights: list[float] = []
         self._current: list[float] = []
-        self._ratios: deque[float] = deque(maxlen=LATEST_RATIOS)
+        self._latest: deque[tuple[float, tuple[int, ...]]] = deque(maxlen=LATEST)
+        self._ratios: deque[float] = deque(maxlen=LATEST)
+        """Of the latest measurements to the fit; the first fit makes them."""
+        self._num_until_fit = 0
 
     @property
     def is_measured(self) -> bool:
@@ -37,21 +44,30 @@ class LinearCost:
         if not 0.0 < seconds < math.inf:
             return
         key = tuple(round(2 * math.log2(value)) if value > 0 else -1 for value in features)
-        self._cells.setdefault(key, deque(maxlen=SAMPLES_PER_CELL)).append((seconds, features))
+        cell = self._cells.get(key)
+        if cell is None:
+            cell = self._cells[key] = deque(maxlen=SAMPLES_PER_CELL)
+            self._num_until_fit = 0
+        self._num_until_fit -= 1
+        cell.append((seconds, features))
         self._cells.move_to_end(key)
         if len(self._cells) > MAX_CELLS:
             self._cells.popitem(last=False)
-        fitted = _dot(self._weights, features) if self._weights else 0.0
-        if fitted > 0.0:
-            self._ratios.append(seconds / fitted)
+        self._latest.append((seconds, features))
+        if self._weights:
+            self._ratios.append(self._ratio(seconds, features))
         self._current = []
 
     @property
     def weights(self) -> list[float]:
         """Seconds for one of each feature; empty before the first measurement."""
         if not self._current and self._cells:
-            self._weights = self._fit()
-            ratio = statistics.median(self._ratios) if self._ratios else 1.0
+            if self._num_until_fit < 0:
+                self._weights = self._fit()
+                self._num_until_fit = OBSERVATIONS_PER_FIT
+                self._ratios.clear()
+                self._ratios.extend(self._ratio(*measurement) for measurement in self._latest)
+            ratio = statistics.median(self._ratios)
             self._current = [ratio * weight for weight in self._weights]
         return self._current
 
@@ -59,6 +75,10 @@ class LinearCost:
         """Seconds; 0 before the first measurement."""
         weights = self.weights
         return _dot(weights, features) if weights else 0.0
+
+    def _ratio(self, seconds: float, features: tuple[int, ...]) -> float:
+        fitted = _dot(self._weights, features)
+        return seconds / fitted if fitted > 0.0 else 1.0
 
     def _fit(self) -> list[float]:
         medians = [sorted(samples)[(len(samples) - 1) // 2] for samples in self._cells.values()]

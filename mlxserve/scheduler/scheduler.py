@@ -16,7 +16,7 @@ from mlxserve.core.step import (
 )
 from mlxserve.errors import EngineError, InvalidParameter, QueueFull
 from mlxserve.kv.manager import KVManager, PrefixHit
-from mlxserve.scheduler.budget import PrefillBudget
+from mlxserve.scheduler.budget import PrefillBudget, StepForecast
 from mlxserve.scheduler.checks import check_length, check_queues
 from mlxserve.scheduler.drafting import NO_DRAFTS, Drafting
 from mlxserve.scheduler.plan import Flight, Plan, decode_row, prefill_chunk, request_output
@@ -58,6 +58,8 @@ class Scheduler:
         self._num_preemptions = 0
         self._num_prefix_queried_tokens = 0
         self._num_prefix_hit_tokens = 0
+        self._num_evicted_before = 0
+        """Blocks evicted by the schedulers whose requests this one took over."""
         self._finish_interval = MIN_RETRY_AFTER
         self._last_finish: float | None = None
         self._found_nothing = False
@@ -185,6 +187,10 @@ class Scheduler:
         plan = Plan(now, saves=self._kv.plan_saves(is_busy=True))
         return self._launch(Flight(chunks=[], rows=rows), plan, (), decode)
 
+    def forecast(self, step: ScheduledStep) -> StepForecast:
+        """What is expected of a step given out, to be asked before update() learns from its result."""
+        return self._budget.forecast(step)
+
     def constrained_rows(self, step: ScheduledStep, pending: Mapping[str, int]) -> list[ConstrainedRow]:
         """The rows of a step given out whose requests have a constraint, in order; all drafts of it are made.
 
@@ -265,6 +271,7 @@ class Scheduler:
         self._num_prefix_queried_tokens = failed._num_prefix_queried_tokens
         self._num_prefix_hit_tokens = failed._num_prefix_hit_tokens
         self._drafting = failed._drafting
+        self._num_evicted_before = failed._num_evicted_before + failed._kv.num_evicted_blocks
         self._finish_interval, self._last_finish = failed._finish_interval, failed._last_finish
         return outputs
 
@@ -282,6 +289,7 @@ class Scheduler:
             num_draft_tokens=self._drafting.num_draft_tokens,
             num_accepted_tokens=self._drafting.num_accepted_tokens,
             disk=self._kv.disk_stats,
+            num_evicted_blocks=self._num_evicted_before + self._kv.num_evicted_blocks,
         )
 
     def check_integrity(self) -> None:

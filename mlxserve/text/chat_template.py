@@ -1,6 +1,7 @@
 """From a prompt as a dialect gives it to token ids: chat template, then tokenizer."""
 
 import inspect
+from collections.abc import Callable
 
 from mlxserve.core.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
@@ -45,8 +46,13 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
     return text
 
 
-def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, context_length: int | None = None) -> list[int]:
-    """Token ids of a prompt: at least one.
+def encode_prompt(
+    tokenizer: Tokenizer,
+    prompt: Prompt,
+    context_length: int | None = None,
+    on_rendered: Callable[[], None] | None = None,
+) -> list[int]:
+    """Token ids of a prompt: at least one. `on_rendered` is called when a chat's template is done.
 
     A rendered chat gets no special tokens beside those its template wrote; plain text gets what the tokenizer adds (a
     beginning-of-sequence token, mostly). With `context_length`, a text that cannot fit is refused before it is
@@ -61,7 +67,10 @@ def encode_prompt(tokenizer: Tokenizer, prompt: Prompt, context_length: int | No
         case ChatPrompt():
             # Every template puts a token around a message at least; rendering a hundred thousand takes seconds.
             _check_bound(len(prompt.messages), context_length, param="messages")
-            ids = _encode(tokenizer, render(tokenizer, prompt), context_length, param="messages")
+            text = render(tokenizer, prompt)
+            if on_rendered is not None:
+                on_rendered()
+            ids = _encode(tokenizer, text, context_length, param="messages")
         case TextPrompt():
             ids = _encode(tokenizer, prompt.text, context_length, param="prompt")
         case TokenPrompt():

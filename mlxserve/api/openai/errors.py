@@ -8,7 +8,7 @@
 |        |                       | missing_required_parameter, unsupported_parameter, context_length_exceeded |
 | 401    | authentication_error  | invalid_api_key                                                            |
 | 403    | invalid_request_error | forbidden                                                                  |
-| 404    | not_found_error       | model_not_found, unknown_url                                               |
+| 404    | not_found_error       | model_not_found, request_not_found, unknown_url                            |
 | 405    | invalid_request_error | method_not_allowed                                                         |
 | 413    | invalid_request_error | request_too_large                                                          |
 | 415    | invalid_request_error | unsupported_media_type                                                     |
@@ -37,6 +37,7 @@ from mlxserve.errors import (
     QueueFull,
     RequestCancelled,
     RequestError,
+    RequestNotFound,
     RequestTimeout,
 )
 
@@ -44,6 +45,7 @@ _INTERNAL = (500, "server_error", "internal_error")
 
 _KINDS: dict[type, tuple[int, str, str]] = {
     RequestError: (400, "invalid_request_error", "invalid_value"),
+    RequestNotFound: (404, "not_found_error", "request_not_found"),
     ModelNotFound: (404, "not_found_error", "model_not_found"),
     ModelLoadError: (500, "server_error", "model_load_failed"),
     DownloadError: (503, "server_error", "download_failed"),

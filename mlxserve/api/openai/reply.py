@@ -240,6 +240,7 @@ def timings_object(usage: Usage, timings: Timings) -> dict[str, Any]:
         "draft_n_accepted": usage.num_accepted_tokens,
         "ttft_ms": timings.time_to_first_token * 1000,
         "front_end_ms": timings.front_end * 1000,
+        "load_ms": timings.load * 1000,
         "queue_ms": timings.queue * 1000,
         "total_ms": timings.total * 1000,
     }

@@ -1,7 +1,9 @@
 """The OpenAI endpoints, each with and without the /v1 before it."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
@@ -14,7 +16,7 @@ from mlxserve.api.openai.convert import chat_request, completion_requests
 from mlxserve.api.openai.reply import ChatReply, CompletionReply, Envelope, Reply
 from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest, Schema, parse
 from mlxserve.api.sse import EventStream
-from mlxserve.core.generation import GenerationRequest
+from mlxserve.core.generation import Arrival, GenerationRequest
 from mlxserve.errors import ModelNotFound
 
 if TYPE_CHECKING:
@@ -75,8 +77,15 @@ class OpenAIRoutes:
 
         Headers go out when all choices are admitted, so that everything refused until then has its own status.
         """
+        arrival = Arrival(request.state.received, parsed=time.monotonic())
         request_id = request.state.request_id = f"{id_prefix}-{request.state.request_id.removeprefix('req-')}"
         started: list[Generation] = []
+
+        def sent() -> None:
+            for generation in started:
+                generation.delivered()
+
+        request.state.on_sent = sent
 
         def close() -> None:
             for generation in started:
@@ -84,7 +93,9 @@ class OpenAIRoutes:
 
         async def admit() -> Answer:
             model = await self._host.get(body.model)
+            arrival.loaded = time.monotonic()
             requests, reply = prepare(body, request_id, model)
+            requests = [replace(each, arrival=arrival) for each in requests]
             return Answer(
                 envelope=Envelope(request_id, model.name),
                 reply=reply,
