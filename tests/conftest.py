@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,10 @@ import pytest
 from mlxserve import blas
 
 if TYPE_CHECKING:
+    import httpx
+    import openai
+    from fake_engine import FakeHost
+
     from mlxserve.bench.prompts import PromptMaker
 
 # Settings of whoever runs the tests must not decide what they find; two users must not share what they write.
@@ -48,3 +53,44 @@ def prompts(tokenizer_file: Path) -> "PromptMaker":
     from mlxserve.bench.prompts import PromptMaker
 
     return PromptMaker(Tokenizer.from_file(str(tokenizer_file)))
+
+
+@pytest.fixture(scope="module")
+def running() -> "Iterator[tuple[FakeHost, str]]":
+    """A server on a fake engine, and its address."""
+    from fake_engine import FakeHost, serve
+
+    from mlxserve.api.app import create_app
+    from mlxserve.api.metrics import Metrics
+    from mlxserve.config import ServerConfig
+
+    host = FakeHost()
+    with serve(create_app(host, ServerConfig(), Metrics())) as address:
+        yield host, address
+
+
+@pytest.fixture
+def host(running: "tuple[FakeHost, str]") -> "FakeHost":
+    running[0].reset()
+    return running[0]
+
+
+@pytest.fixture
+def address(running: "tuple[FakeHost, str]") -> str:
+    return running[1]
+
+
+@pytest.fixture
+def http(address: str) -> "Iterator[httpx.Client]":
+    import httpx
+
+    with httpx.Client(base_url=address) as client:
+        yield client
+
+
+@pytest.fixture
+def client(address: str) -> "Iterator[openai.OpenAI]":
+    import openai
+
+    with openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0) as client:
+        yield client

@@ -4,13 +4,12 @@ import json
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHost, Gate, Script, run_server, serve, wait_until
+from fake_engine import FakeHost, Gate, Script, run_server, wait_until
 
 from mlxserve.api import sse
 from mlxserve.api.app import create_app
@@ -19,24 +18,6 @@ from mlxserve.config import ServerConfig
 
 HELLO = [{"role": "user", "content": "Hi"}]
 STREAM = {"model": "fake", "messages": HELLO, "stream": True}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[FakeHost, str]]:
-    host = FakeHost()
-    with serve(create_app(host, ServerConfig(), Metrics())) as address:
-        yield host, address
-
-
-@pytest.fixture
-def host(running: tuple[FakeHost, str]) -> FakeHost:
-    running[0].reset()
-    return running[0]
-
-
-@pytest.fixture
-def address(running: tuple[FakeHost, str]) -> str:
-    return running[1]
 
 
 class Caller:

@@ -31,18 +31,6 @@ def running() -> Iterator[tuple[FakeHost, str]]:
         yield host, address
 
 
-@pytest.fixture
-def host(running: tuple[FakeHost, str]) -> FakeHost:
-    running[0].reset()
-    return running[0]
-
-
-@pytest.fixture
-def http(running: tuple[FakeHost, str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running[1]) as client:
-        yield client
-
-
 def error_of(response: httpx.Response, status: int) -> dict[str, Any]:
     """The error object of a response of that status, checked for its shape."""
     assert response.status_code == status, response.text

@@ -4,21 +4,17 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import ByteTokenizer, FakeHost, Gate, Script, serve, wait_until
+from fake_engine import ByteTokenizer, FakeHost, Gate, Script, wait_until
 from openai.types import Completion, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from mlxserve.api.app import create_app
-from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.reply import CompletionReply
-from mlxserve.config import ServerConfig
 from mlxserve.core.generation import TextDelta, TextPrompt, TokenPrompt
 from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
@@ -26,36 +22,6 @@ from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.errors import EngineError, QueueFull, RequestTimeout
 
 HELLO = [{"role": "user", "content": "Hi"}]
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[FakeHost, str]]:
-    host = FakeHost()
-    with serve(create_app(host, ServerConfig(), Metrics())) as address:
-        yield host, address
-
-
-@pytest.fixture
-def host(running: tuple[FakeHost, str]) -> FakeHost:
-    running[0].reset()
-    return running[0]
-
-
-@pytest.fixture
-def address(running: tuple[FakeHost, str]) -> str:
-    return running[1]
-
-
-@pytest.fixture
-def http(address: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=address) as client:
-        yield client
-
-
-@pytest.fixture
-def client(address: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def chat(http: httpx.Client, **fields: Any) -> httpx.Response:

@@ -1,47 +1,18 @@
 """n, best_of, echo, prompt_logprobs and the sampling fields in the OpenAI dialect, over real HTTP."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHost, Gate, serve, wait_until
+from fake_engine import FakeHost, Gate, wait_until
 from test_api_openai import HELLO, chat, complete, events
 
-from mlxserve.api.app import create_app
-from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.reply import CompletionReply
-from mlxserve.config import ServerConfig
 from mlxserve.core.generation import PromptLogprobs
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.errors import EngineError, InvalidParameter, QueueFull
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[FakeHost, str]]:
-    host = FakeHost()
-    with serve(create_app(host, ServerConfig(), Metrics())) as address:
-        yield host, address
-
-
-@pytest.fixture
-def host(running: tuple[FakeHost, str]) -> FakeHost:
-    running[0].reset()
-    return running[0]
-
-
-@pytest.fixture
-def http(running: tuple[FakeHost, str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running[1]) as client:
-        yield client
-
-
-@pytest.fixture
-def client(running: tuple[FakeHost, str]) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=running[1] + "/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def test_sampling_fields_reach_the_engine(host: FakeHost, http: httpx.Client) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,40 +9,19 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeHost, serve
+from fake_engine import FakeHost
 from helpers_engine import make_generation_request, on_loop, read, serving
 from pydantic import BaseModel
 from test_cli_repl import converse
 
-from mlxserve.api.app import create_app
-from mlxserve.api.metrics import Metrics
 from mlxserve.cli.parameters import ChatParameters
-from mlxserve.config import ServerConfig
 from mlxserve.core.constraint import JSON_OBJECT, Grammar
 from mlxserve.core.request import FinishReason
 from mlxserve.core.step import ScheduledStep
+from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import EngineError, InvalidParameter
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-
-
-@pytest.fixture(scope="module")
-def running() -> Iterator[tuple[FakeHost, str]]:
-    host = FakeHost()
-    with serve(create_app(host, ServerConfig(), Metrics())) as address:
-        yield host, address
-
-
-@pytest.fixture
-def host(running: tuple[FakeHost, str]) -> FakeHost:
-    running[0].reset()
-    return running[0]
-
-
-@pytest.fixture
-def http(running: tuple[FakeHost, str]) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=running[1]) as client:
-        yield client
 
 
 def post(http: httpx.Client, path: str, **fields: Any) -> httpx.Response:
@@ -238,7 +216,8 @@ async def test_what_goes_past_the_end_of_a_grammar_is_refused(field: dict[str, A
 @on_loop
 async def test_each_of_several_answers_is_at_a_place_of_its_own() -> None:
     async with serving() as served:
-        constraints = served.model._read(make_generation_request(grammar=Grammar("regex", "[a-c]{3}", "p")), 3)[1]
+        request = make_generation_request(grammar=Grammar("regex", "[a-c]{3}", "p"))
+        constraints = served.model._read(request, 3, Timeline())[1]
         token_id = served.model.tokenizer.encode("a", add_special_tokens=False)[-1]
         assert [constraint.num_accepted([token_id] * 4) for constraint in constraints] == [3, 3, 3]
         constraints[1].advance([token_id, token_id])
