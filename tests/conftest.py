@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,9 @@ import pytest
 from mlxserve import blas
 
 if TYPE_CHECKING:
+    from helpers_browser import Site
+    from playwright.sync_api import Browser
+
     from mlxserve.bench.prompts import PromptMaker
 
 # Settings of whoever runs the tests must not decide what they find; two users must not share what they write.
@@ -48,3 +52,29 @@ def prompts(tokenizer_file: Path) -> "PromptMaker":
     from mlxserve.bench.prompts import PromptMaker
 
     return PromptMaker(Tokenizer.from_file(str(tokenizer_file)))
+
+
+# Not for the session: while Playwright runs, its event loop is the thread's, and tests that start their own would fail.
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A headless Chromium; the tests that want it are skipped where there is none."""
+    from helpers_browser import NO_BROWSER, find_browser
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = find_browser(playwright)
+        if path is None:
+            pytest.skip(NO_BROWSER)
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def site(browser: "Browser") -> Iterator["Site"]:
+    """A server with a fake engine, seen by `browser`; no script of the page may fail, nothing may break its policy."""
+    from helpers_browser import open_site
+
+    with open_site(browser) as site:
+        yield site
+        assert site.complaints == []
