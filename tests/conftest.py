@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     import httpx
     import openai
     from fake_engine import FakeHost
+    from helpers_browser import Site
+    from playwright.sync_api import Browser
 
     from mlxserve.bench.prompts import PromptMaker
 
@@ -94,3 +96,29 @@ def client(address: str) -> "Iterator[openai.OpenAI]":
 
     with openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0) as client:
         yield client
+
+
+# Not for the session: while Playwright runs, its event loop is the thread's, and tests that start their own would fail.
+@pytest.fixture(scope="module")
+def browser() -> Iterator["Browser"]:
+    """A headless Chromium; the tests that want it are skipped where there is none."""
+    from helpers_browser import NO_BROWSER, find_browser
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        path = find_browser(playwright)
+        if path is None:
+            pytest.skip(NO_BROWSER)
+        browser = playwright.chromium.launch(executable_path=path)
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def site(browser: "Browser") -> Iterator["Site"]:
+    """A server with a fake engine, seen by `browser`; no script of the page may fail, nothing may break its policy."""
+    from helpers_browser import open_site
+
+    with open_site(browser) as site:
+        yield site
+        assert site.complaints == []

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeHost, serve
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -148,3 +148,46 @@ def open_site(browser: Browser, config: ServerConfig | None = None, **options: A
             yield Site(address, host, debug, context)
         finally:
             context.close()
+
+
+def ask(pane: Page | Locator, text: str) -> None:
+    pane.get_by_label("Message", exact=True).fill(text)
+    pane.get_by_label("Message", exact=True).press("Enter")
+
+
+def answers(pane: Page | Locator) -> Locator:
+    return pane.locator(".message.assistant")
+
+
+def length(pane: Page | Locator) -> int:
+    return len(answers(pane).last.locator(".body").inner_text())
+
+
+def fill_debug(site: Site) -> None:
+    """Three live requests, eight that are done, 120 steps."""
+    site.debug.requests = [
+        debug_request("chatcmpl-000waits", "queued", front_end=0.02, queue=1.4),
+        debug_request("chatcmpl-00prefil", "prefill", front_end=0.02, queue=0.3, prefill=0.8),
+        debug_request("chatcmpl-0decodes", "decode", front_end=0.01, queue=0.1, prefill=0.4, decode=2.1, delivery=0.01),
+        *(
+            debug_request(
+                f"chatcmpl-{n:03}done",
+                "done",
+                front_end=0.02,
+                queue=0.1 * n,
+                prefill=0.5,
+                decode=3.0 - 0.2 * n,
+                delivery=0.05,
+            )
+            for n in range(8)
+        ),
+    ]
+    steps = [debug_step(n, rows=n % 7 + 1, prefill=128 if n % 11 == 0 else 0) for n in range(1, 121)]
+    blocks = {"used": 90, "cached": 60, "max": 256}
+    site.debug.models = [{"model": "fake", "num_running": 2, "num_waiting": 1, "blocks": blocks, "steps": steps}]
+    site.debug.events = [
+        {"time": 100.0, "kind": "received"},
+        {"time": 100.02, "kind": "queued"},
+        {"time": 101.4, "kind": "cache_hit", "num_tokens": 640},
+        *({"time": 101.5 + n / 10, "kind": "token"} for n in range(5)),
+    ]

@@ -1,4 +1,4 @@
-"""How the page's files are served. What they do in a browser is in test_page_browser.py."""
+"""How the page's files are served. What they do in a browser is in test_page_chat.py and its neighbours."""
 
 import asyncio
 import re

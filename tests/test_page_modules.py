@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from helpers_browser import NO_BROWSER, find_browser, open_site
-from playwright.sync_api import Page, sync_playwright
+from helpers_browser import open_site
+from playwright.sync_api import Browser, Page
 
 RENDER = """async (steps) => {
     const { renderMarkdown } = await import("/page/markdown.js");
@@ -19,15 +19,9 @@ RENDER = """async (steps) => {
 
 
 @pytest.fixture(scope="module")
-def page() -> Iterator[Page]:
-    with sync_playwright() as playwright:
-        path = find_browser(playwright)
-        if path is None:
-            pytest.skip(NO_BROWSER)
-        browser = playwright.chromium.launch(executable_path=path)
-        with open_site(browser) as site:
-            yield site.open()
-        browser.close()
+def page(browser: Browser) -> Iterator[Page]:
+    with open_site(browser) as site:
+        yield site.open()
 
 
 def render(page: Page, *texts: str) -> str:

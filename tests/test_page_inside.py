@@ -1,0 +1,67 @@
+"""The page's inside view in a headless Chromium, against debug endpoints that say what a test tells them to."""
+
+import pytest
+from fake_engine import wait_until
+from helpers_browser import Site, answers, ask, debug_request, fill_debug
+from playwright.sync_api import expect
+
+
+class TestInside:
+    def test_a_queued_request_is_shown_as_queued(self, site: Site) -> None:
+        fill_debug(site)
+        page = site.open("/#inside")
+        row = page.locator('[data-request="chatcmpl-000waits"]')
+        expect(row.locator(".state")).to_have_text("queued")
+        expect(row.get_by_role("img", name="Front end 20 ms, Queue 1.40 s", exact=True)).to_be_visible()
+        queue = row.locator(".part.queue").bounding_box()
+        bar = row.locator(".bar").bounding_box()
+        longest = max(request["total"] for request in site.debug.requests)
+        assert queue is not None
+        assert bar is not None
+        assert queue["width"] / bar["width"] == pytest.approx(1.4 / longest, abs=0.01)
+        site.debug.requests[0] = debug_request("chatcmpl-000waits", "prefill", front_end=0.02, queue=1.6, prefill=0.1)
+        expect(row.locator(".state")).to_have_text("prefill")
+
+    def test_numbers(self, site: Site) -> None:
+        fill_debug(site)
+        page = site.open("/#inside")
+        tiles = page.locator(".tiles div")
+        expect(tiles.nth(0)).to_have_text("Running2")
+        expect(tiles.nth(1)).to_have_text("Waiting1")
+        expect(page.get_by_role("img", name="90 used by requests, 60 cached, free to take, 106 free")).to_be_visible()
+        expect(page.get_by_role("img", name="Time of each recent step").locator("rect.measured")).to_have_count(120)
+        page.get_by_text("Last steps as a table").click()
+        expect(page.get_by_label("Last steps").locator("tbody tr").first).to_contain_text("120")
+        # Queue times of the 8 requests done: 0, 0.1 ... 0.7 s; by nearest rank the median is the fourth.
+        latency = page.locator("section", has=page.get_by_role("heading", name="Latency")).locator("tbody tr").first
+        expect(latency.locator("td")).to_have_text(["300 ms", "700 ms", "700 ms"])
+
+    def test_a_request_opens(self, site: Site) -> None:
+        fill_debug(site)
+        page = site.open("/#inside")
+        row = page.locator('[data-request="chatcmpl-003done"]')
+        row.locator("summary").click()
+        expect(row).to_contain_text("cache_hit")
+        expect(row).to_contain_text("token \u00d7 5")
+        polls = []
+        page.on("response", lambda response: polls.append(response.url))
+        wait_until(lambda: page.wait_for_timeout(50) or len(polls) > 3)
+        expect(row.locator("details")).to_have_attribute("open", "")
+
+    def test_without_debug_endpoints(self, site: Site) -> None:
+        site.debug.is_there = False
+        page = site.open("/#inside")
+        expect(page.locator(".note")).to_contain_text("it has no /debug endpoints")
+        page.get_by_role("link", name="Chat", exact=True).click()
+        ask(page, "Hi")
+        expect(answers(page)).to_contain_text("Hello, world!")
+
+    def test_polls_only_while_it_is_shown(self, site: Site) -> None:
+        page = site.open()
+        asked = []
+        page.on("request", lambda request: asked.append(request.url) if "/debug/" in request.url else None)
+        page.wait_for_timeout(900)
+        assert asked == []
+        page.get_by_role("link", name="Inside").click()
+        expect(page.get_by_text("No requests yet.")).to_be_visible()
+        assert asked
