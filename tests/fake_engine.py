@@ -305,7 +305,7 @@ def run_server(app: ASGIApp) -> Iterator[tuple[str, uvicorn.Server]]:
             thread.join(10)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 30.0) -> None:
     """Wait for another thread to bring about a condition.
 
     Raises:

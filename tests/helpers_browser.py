@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fake_engine import FakeHost, serve
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Locator, Page, Playwright, expect
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -19,6 +19,10 @@ from starlette.routing import Route
 from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics
 from mlxserve.config import ServerConfig
+
+TIMEOUT = 30_000
+"""Milliseconds that something on the page may take: a browser is slow where others use the machine."""
+expect.set_options(timeout=TIMEOUT)
 
 DESKTOP = {"width": 1280, "height": 800}
 PHONE = {"width": 375, "height": 740}
@@ -124,7 +128,7 @@ class Site:
 
     def open(self, path: str = "/") -> Page:
         page = self.context.new_page()
-        page.set_default_timeout(10_000)
+        page.set_default_timeout(TIMEOUT)
         page.on("pageerror", lambda error: self.complaints.append(str(error)))
         page.on("console", self._listen)
         page.goto(self.address + path)
