@@ -27,6 +27,7 @@ from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.step import RequestOutput, SampledToken
 from mlxserve.engine.engine_thread import Computed
 from mlxserve.engine.generation import Generation
+from mlxserve.engine.journal import RequestTrace
 from mlxserve.engine.model_host import ModelHost
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import ConfigError, InvalidParameter, ModelLoadError
@@ -97,14 +98,18 @@ async def test_what_a_model_cannot_do_is_refused_of_a_request_and_let_be_of_a_se
 def generation_of(
     request: Request, recorder: Recorder, ended: list[Usage], *, stop: tuple[str, ...] = ()
 ) -> Generation:
+    timeline = Timeline()
     return Generation(
         request,
         stop=stop,
         detokenizer=IncrementalDetokenizer(tokenizer()),
-        timeline=Timeline(),
+        timeline=timeline,
+        trace=RequestTrace(request.request_id, "fake", timeline, 0, None),
         abort=lambda reason: None,
         on_token_interval=lambda seconds: recorder.inter_token_latency("fake", seconds),
         on_end=lambda generation, outcome, usage, timings: ended.append(usage),
+        on_delivered=lambda: None,
+        is_delivered_later=False,
     )
 
 
