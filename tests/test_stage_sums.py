@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from fake_engine import wait_until
+from helpers_clock import DELAY, Clock
 from helpers_engine import FakeBuild, Gate, held
 from helpers_http import Caller, Server, serving
 
@@ -21,22 +22,8 @@ from mlxserve.api.openai import routes
 from mlxserve.core.step import ScheduledStep
 from mlxserve.engine import engine, engine_thread, generation, timeline
 
-DELAY = 1000.0
 LONG_PROMPT = "the dog ate the log and " * 4
 STAGES = ("front_end", "queue", "prefill", "decode", "delivery")
-
-
-class Clock:
-    """Stands in for the module `time`: the real clock, and what the test puts on top."""
-
-    def __init__(self) -> None:
-        self._extra = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._extra
-
-    def pass_delay(self) -> None:
-        self._extra += DELAY
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import random
 import time
 
 import pytest
+from helpers_clock import DELAY, Clock
 from helpers_engine import CONTEXT_LENGTH, FakeRunner, Gate, Served, held, on_loop, read, serving
 
 from mlxserve.core.generation import TextDelta, Timings
@@ -13,8 +14,6 @@ from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import ContextLengthExceeded, EngineError
 
 STAMPS = ("received", "tokenised", "scheduled", "first_token", "first_delivery", "last_token", "finished")
-DELAY = 1000.0
-"""Seconds a stage is slowed by, on the test's clock; what really passes is far less."""
 STAGES = ("front_end", "queue", "prefill", "delivery", "decode")
 
 
@@ -62,19 +61,6 @@ def test_stages_add_up_wherever_a_request_ended() -> None:
 def test_an_unfinished_timeline_ends_now() -> None:
     timings = Timeline(received=time.monotonic() - DELAY).timings()
     assert timings.front_end == timings.total >= DELAY
-
-
-class Clock:
-    """Stands in for the module `time`: the real clock, and what the test puts on top."""
-
-    def __init__(self) -> None:
-        self._extra = 0.0
-
-    def monotonic(self) -> float:
-        return time.monotonic() + self._extra
-
-    def pass_delay(self) -> None:
-        self._extra += DELAY
 
 
 @pytest.fixture
