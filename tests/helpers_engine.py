@@ -27,8 +27,9 @@ from mlxserve.engine import model_host
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
-from mlxserve.engine.generation import Generation, ModelDescription, ServedModel
+from mlxserve.engine.generation import Generation
 from mlxserve.engine.kv_disk import KVDisk
+from mlxserve.engine.served_model import ModelDescription, ServedModel
 from mlxserve.errors import MlxserveError
 from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup

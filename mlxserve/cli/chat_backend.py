@@ -14,8 +14,8 @@ from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, Te
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mlxserve.engine.generation import ServedModel
     from mlxserve.engine.model_host import ModelHost
+    from mlxserve.engine.served_model import ServedModel
     from mlxserve.store.hub import ProgressCallback
 
 Message = dict[str, Any]

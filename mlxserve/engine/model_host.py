@@ -14,9 +14,9 @@ from mlxserve.core.stats import EngineStats, Observer, StepRecord
 from mlxserve.engine import build
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
-from mlxserve.engine.generation import ModelDescription, ServedModel
 from mlxserve.engine.journal import Journal
 from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
+from mlxserve.engine.served_model import ModelDescription, ServedModel
 from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
 from mlxserve.runner import device
 from mlxserve.runner.device import Device

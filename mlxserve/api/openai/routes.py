@@ -20,8 +20,9 @@ from mlxserve.core.generation import Arrival, GenerationRequest
 from mlxserve.errors import ModelNotFound
 
 if TYPE_CHECKING:
-    from mlxserve.engine.generation import Generation, ServedModel
+    from mlxserve.engine.generation import Generation
     from mlxserve.engine.model_host import ModelHost, ModelInfo
+    from mlxserve.engine.served_model import ServedModel
 
 Body = TypeVar("Body", bound=CompletionFields)
 Prepare = Callable[[Body, str, "ServedModel"], tuple[Sequence[GenerationRequest], Reply]]

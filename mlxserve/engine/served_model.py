@@ -1,0 +1,364 @@
+"""A loaded model as the dialects see it: requests in, generations out. Runs on the event loop."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+
+from mlxserve.config import EngineConfig
+from mlxserve.core.constraint import TokenConstraint
+from mlxserve.core.generation import (
+    ChatPrompt,
+    GenerationRequest,
+    Timings,
+    Usage,
+)
+from mlxserve.core.request import FinishReason, Request, Speculation
+from mlxserve.core.sampling_params import SamplingParams, sample_seed
+from mlxserve.core.stats import EngineStats, Observer, RequestRecord, StepRecord
+from mlxserve.engine.engine_thread import EngineHandle, EngineThread
+from mlxserve.engine.generation import Generation
+from mlxserve.engine.journal import Journal
+from mlxserve.engine.timeline import Timeline
+from mlxserve.errors import (
+    ContextLengthExceeded,
+    EngineDead,
+    InvalidParameter,
+    QueueFull,
+)
+from mlxserve.text.chat_template import encode_prompt
+from mlxserve.text.detokenizer import IncrementalDetokenizer
+from mlxserve.text.grammar import GrammarCompiler
+from mlxserve.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What is known of a loaded model beside its weights."""
+
+    name: str
+    context_length: int
+    """Tokens a sequence may have: the model's own length, or less where settings or memory say so."""
+    architecture: str
+    num_parameters: int
+    quantization: str
+    default_sampling: dict[str, float | int]
+    load_seconds: float
+    created: int
+    """Unix time of the load."""
+    speculation: frozenset[Speculation] = frozenset({Speculation.AUTO, Speculation.OFF})
+    """The kinds a request may ask for."""
+
+
+class ServedModel:
+    """A loaded model as the dialects see it."""
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        tokenizer: Tokenizer,
+        *,
+        thread: EngineThread,
+        handle: EngineHandle,
+        config: EngineConfig,
+        executor: Executor,
+        observer: Observer | None,
+        journal: Journal | None = None,
+    ) -> None:
+        self.description = description
+        self.tokenizer = tokenizer
+        self._grammars = GrammarCompiler(tokenizer)
+        self._thread = thread
+        self._handle = handle
+        self._config = config
+        self._executor = executor
+        self._observer = observer
+        self._journal = Journal() if journal is None else journal
+        self._in_flight: dict[str, Generation] = {}
+        self._is_draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._mean_duration = 1.0
+        handle.step_sink = self._note_step
+
+    @property
+    def name(self) -> str:
+        return self.description.name
+
+    @property
+    def context_length(self) -> int:
+        return self.description.context_length
+
+    @property
+    def default_sampling(self) -> dict[str, float | int]:
+        return self.description.default_sampling
+
+    @property
+    def death(self) -> str | None:
+        """Why this model computes nothing any more; None while it is well."""
+        return self._handle.death or self._thread.death
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self._in_flight)
+
+    @property
+    def num_unsaved_blocks(self) -> int:
+        """KV blocks that are still to go to disk; of a dead model none."""
+        return 0 if self.death is not None else self._handle.engine.num_unsaved_blocks
+
+    def stats(self) -> EngineStats:
+        return self._handle.engine.stats()
+
+    def steps(self) -> list[StepRecord]:
+        """The latest steps, oldest first."""
+        return list(self._handle.engine.records)
+
+    async def generate(self, request: GenerationRequest) -> Generation:
+        """Template, tokenise, compile the grammar of, and queue a request.
+
+        Raises:
+            InvalidParameter: the prompt cannot be rendered or tokenised, a token id is unknown, the grammar cannot be
+                enforced, the model cannot speculate as asked, or a request of this id is in flight.
+            ContextLengthExceeded: the prompt leaves no room for an answer.
+            QueueFull: too many requests are waiting already.
+            EngineDead: the engine computes nothing any more, or the server is stopping.
+        """
+        (generation,) = await self.generate_samples(request, 1)
+        return generation
+
+    async def generate_samples(self, request: GenerationRequest, num_samples: int) -> list[Generation]:
+        """generate() for several answers to one prompt, tokenised once and, with prefix caching, computed once.
+
+        They are requests of their own, which succeed and fail by themselves; their ids are the request's with -0, -1,
+        ... behind it, and each has a seed that follows from the request's and its index. Only the first one gives
+        PromptLogprobs. None is queued if this raises, which it does as generate().
+        """
+        timeline = Timeline.of(request.arrival)
+        trace = self._journal.open(request.request_id, self.name, request, timeline)
+        try:
+            generations = await self._admit(request, num_samples, timeline)
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            outcome = FinishReason.CANCELLED.value if cancelled else type(error).__name__
+            self._record(request.request_id, outcome, Usage(0, 0, 0), timeline.timings())
+            trace.outcome = outcome
+            timeline.finished = timeline.delivered = time.monotonic()
+            self._journal.close(trace)
+            raise
+        self._journal.drop(trace)
+        return generations
+
+    async def _admit(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> list[Generation]:
+        self._check_alive()
+        self._check_queue(num_samples)
+        self._check_token_ids(request.sampling)
+        loop = asyncio.get_running_loop()
+        # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
+        self._handle.num_arriving += num_samples
+        try:
+            prompt_ids, constraints = await loop.run_in_executor(
+                self._executor, self._read, request, num_samples, timeline
+            )
+        finally:
+            self._handle.num_arriving -= num_samples
+        self._check_alive()
+        ids = [request.request_id]
+        if num_samples > 1:
+            ids = [f"{request.request_id}-{index}" for index in range(num_samples)]
+        for request_id in ids:
+            if request_id in self._in_flight:
+                raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
+        num_prompt_tokens = len(prompt_ids)
+        if num_prompt_tokens >= self.context_length:
+            raise ContextLengthExceeded(
+                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer within the context "
+                f"length of {self.context_length} tokens; shorten it",
+                num_tokens=num_prompt_tokens,
+                limit=self.context_length,
+                param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+            )
+        timeline.tokenised = time.monotonic()
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        return [
+            self._submit(request, request_id, prompt_ids, index, seed, timeline, constraint)
+            for index, (request_id, constraint) in enumerate(zip(ids, constraints, strict=True))
+        ]
+
+    def _submit(
+        self,
+        request: GenerationRequest,
+        request_id: str,
+        prompt_ids: list[int],
+        index: int,
+        seed: int,
+        timeline: Timeline,
+        constraint: TokenConstraint | None,
+    ) -> Generation:
+        """Queue sample `index` of a request under an id of its own."""
+        sampling = request.sampling
+        if index > 0 and sampling.prompt_logprobs is not None:
+            sampling = replace(sampling, prompt_logprobs=None)
+        max_tokens = sampling.max_tokens or self.context_length
+        timeout = request.timeout if request.timeout is not None else self._config.request_timeout
+        timeline = replace(timeline)
+        began = timeline.received if timeline.loaded is None else timeline.loaded
+        engine_request = Request(
+            request_id=request_id,
+            prompt_token_ids=prompt_ids,
+            sampling=sampling,
+            eos_token_ids=self.tokenizer.eos_token_ids,
+            seed=sample_seed(seed, index),
+            max_total_tokens=min(self.context_length, len(prompt_ids) + max_tokens),
+            arrival_time=began,
+            deadline=None if timeout is None else began + timeout,
+            priority=request.priority,
+            cache_salt=request.cache_salt,
+            constraint=constraint,
+            speculation=self._speculation(request),
+        )
+        trace = self._journal.open(request_id, self.name, request, timeline)
+        trace.request = engine_request
+        generation = Generation(
+            engine_request,
+            stop=request.stop,
+            detokenizer=IncrementalDetokenizer(self.tokenizer),
+            timeline=timeline,
+            trace=trace,
+            abort=lambda reason: self._thread.abort(self._handle, request_id, reason),
+            on_token_interval=self._observe_interval,
+            on_end=self._ended,
+            on_delivered=lambda: self._journal.close(trace),
+            is_delivered_later=request.arrival is not None,
+        )
+        self._in_flight[request_id] = generation
+        self._idle.clear()
+        self._thread.submit(self._handle, engine_request, generation.receive)
+        return generation
+
+    def _read(
+        self, request: GenerationRequest, num_samples: int, timeline: Timeline
+    ) -> tuple[list[int], Sequence[TokenConstraint | None]]:
+        """The prompt's token ids, and what each answer must be. On a worker thread."""
+
+        def rendered() -> None:
+            timeline.templated = time.monotonic()
+
+        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length, rendered)
+        grammar = request.grammar
+        if grammar is None:
+            return prompt_ids, [None] * num_samples
+        for param in ("ignore_eos", "min_tokens"):
+            if getattr(request.sampling, param):
+                raise InvalidParameter(
+                    f"'{param}' goes on past the end that '{grammar.param}' gives the answer; send one of them",
+                    param=param,
+                )
+        constraint = self._grammars.compile(grammar)
+        return prompt_ids, [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
+
+    async def drain(self, timeout: float) -> None:
+        """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
+        self._is_draining = True
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            logger.warning(
+                "%s: cancelling %d requests that did not finish in %g s", self.name, self.num_in_flight, timeout
+            )
+        for generation in list(self._in_flight.values()):
+            generation.cancel("the server is stopping")
+
+    def _check_alive(self) -> None:
+        if self._is_draining:
+            raise EngineDead("the server is stopping")
+        if self.death is not None:
+            raise EngineDead(self.death)
+
+    def _check_token_ids(self, sampling: SamplingParams) -> None:
+        """An unknown token would be ignored in silence; the client took it from another model's tokenizer."""
+        named = {
+            "logit_bias": [token_id for token_id, _ in sampling.logit_bias],
+            "stop_token_ids": sampling.stop_token_ids,
+        }
+        for param, token_ids in named.items():
+            for token_id in token_ids:
+                if token_id not in self.tokenizer:
+                    raise InvalidParameter(f"{param}: {self.name} has no token with the id {token_id}", param=param)
+
+    def _check_queue(self, num_new: int) -> None:
+        num_requests = len(self._in_flight) + self._handle.num_arriving
+        capacity = self._config.max_queue + self._config.max_num_seqs
+        if num_new > capacity:
+            raise InvalidParameter(
+                f"this server takes {capacity} requests at a time, and each of {num_new} answers is one", param="n"
+            )
+        if num_requests + num_new > capacity:
+            raise QueueFull(
+                f"{num_requests} requests are running or waiting, the most this server takes; try again later",
+                retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
+            )
+
+    def _speculation(self, request: GenerationRequest) -> Speculation:
+        """Raises InvalidParameter: the request asks for a kind that this model does not have."""
+        kinds, asked = self.description.speculation, request.speculation
+        if asked is None:
+            default = Speculation(self._config.speculation)
+            # A setting is for all models, also those that cannot do it.
+            return default if default in kinds else Speculation.AUTO
+        if asked in kinds:
+            return asked
+        if asked is Speculation.DRAFT:
+            reason = f"{self.name} has no draft model; start the server with --draft-model, or ask for 'ngram'"
+        else:
+            reason = f"{self.name} runs on mlx-lm's own caches and cannot speculate; leave it out"
+        raise InvalidParameter(f"speculation {asked.value!r}: {reason}", param="speculation")
+
+    def _note_step(self, step: StepRecord) -> None:
+        for request_id in step.released:
+            if (generation := self._in_flight.get(request_id)) is not None:
+                generation.trace.note_released(step)
+        for chunk in step.chunks:
+            if (generation := self._in_flight.get(chunk.request_id)) is not None:
+                generation.trace.note_chunk(step, chunk.start, chunk.num_tokens)
+        for request_id in step.rows:
+            if (generation := self._in_flight.get(request_id)) is not None:
+                generation.trace.note_row(step)
+        if self._observer is not None:
+            self._observer.step_finished(self.name, step)
+
+    def _observe_interval(self, seconds: float) -> None:
+        if self._observer is not None:
+            self._observer.inter_token_latency(self.name, seconds)
+
+    def _ended(self, generation: Generation, outcome: str, usage: Usage, timings: Timings) -> None:
+        del self._in_flight[generation.request_id]
+        if not self._in_flight:
+            self._idle.set()
+        self._mean_duration += 0.1 * (timings.total - self._mean_duration)
+        self._record(generation.request_id, outcome, usage, timings)
+
+    def _record(self, request_id: str, outcome: str, usage: Usage, timings: Timings) -> None:
+        rate = usage.num_generated_tokens - 1
+        logger.info(
+            "request id=%s model=%s prompt_tokens=%d cached_tokens=%d generated_tokens=%d ttft=%.3fs tokens_per_s=%.1f "
+            "drafts_accepted=%d/%d finish=%s",
+            request_id,
+            self.name,
+            usage.num_prompt_tokens,
+            usage.num_cached_tokens,
+            usage.num_generated_tokens,
+            timings.time_to_first_token,
+            rate / timings.decode if rate > 0 and timings.decode > 0 else 0.0,
+            usage.num_accepted_tokens,
+            usage.num_draft_tokens,
+            outcome,
+        )
+        if self._observer is not None:
+            self._observer.request_finished(RequestRecord(request_id, self.name, outcome, usage, timings))
