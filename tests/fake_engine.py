@@ -111,6 +111,8 @@ class FakeHost:
     delivered: list[str] = field(default_factory=list)
     """Ids of the generations whose answers were written out, or given up."""
     engine_stats: dict[str, EngineStats] = field(default_factory=dict)
+    leases: "list[FakeLease]" = field(default_factory=list)
+    """Those that are not released."""
 
     async def get(self, name: str) -> "FakeModel":
         if name not in self.names:
@@ -119,6 +121,11 @@ class FakeHost:
             raise self.script.load_error
         await self._pass(self.script.load, name)
         return FakeModel(name, self)
+
+    async def acquire(self, name: str, *, keep_alive: float | None = None) -> "FakeLease":
+        lease = FakeLease(await self.get(name), self)
+        self.leases.append(lease)
+        return lease
 
     def models(self) -> list[ModelInfo]:
         return [ModelInfo(name) for name in self.names]
@@ -200,6 +207,15 @@ def prompt_bytes(request: GenerationRequest) -> bytes:
             return text.encode()
         case TokenPrompt(token_ids=token_ids):
             return bytes(token_ids)
+
+
+class FakeLease:
+    def __init__(self, model: "FakeModel", host: FakeHost) -> None:
+        self.model = model
+        self._host = host
+
+    def release(self) -> None:
+        self._host.leases.remove(self)
 
 
 class FakeGeneration:

@@ -11,8 +11,8 @@ import pytest
 import typer
 from pydantic import ValidationError
 
+from mlxserve.api import failures, wire
 from mlxserve.api.metrics import Metrics
-from mlxserve.api.openai import errors as openai_errors
 from mlxserve.api.openai.convert import chat_request
 from mlxserve.api.openai.reply import timings_object
 from mlxserve.api.openai.schema import (
@@ -183,12 +183,12 @@ def test_fields_without_effect_change_no_request() -> None:
 
 def test_errors_are_the_documented_ones() -> None:
     fault = (400, "invalid_request_error")
-    own = ("invalid_json", "invalid_type", "context_length_exceeded", *openai_errors._PYDANTIC_CODES.values())
+    own = ("invalid_json", "invalid_type", "context_length_exceeded", *wire._PYDANTIC_CODES.values())
     expected = {
-        *openai_errors._KINDS.values(),
-        *((status, *kind) for status, kind in openai_errors._HTTP_KINDS.items()),
+        *failures._KINDS.values(),
+        *((status, *kind) for status, kind in failures._HTTP_KINDS.items()),
         *((*fault, name) for name in own),
-        openai_errors._INTERNAL,
+        failures._INTERNAL,
     }
     rows = table(API, "## Errors")
     documented = [(int(row[0]), code(row[1])[0], code(row[2])[0]) for row in rows]

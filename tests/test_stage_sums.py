@@ -17,8 +17,7 @@ from helpers_clock import DELAY, Clock
 from helpers_engine import FakeBuild, Gate, held
 from helpers_http import Caller, Server, serving
 
-from mlxserve.api import request_scope
-from mlxserve.api.openai import routes
+from mlxserve.api import exchange, request_scope
 from mlxserve.core.step import ScheduledStep
 from mlxserve.engine import engine, engine_thread, generation, served_model, timeline
 
@@ -29,7 +28,7 @@ STAGES = ("front_end", "queue", "prefill", "decode", "delivery")
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (request_scope, routes, engine, engine_thread, generation, served_model, timeline):
+    for module in (request_scope, exchange, engine, engine_thread, generation, served_model, timeline):
         monkeypatch.setattr(module, "time", clock)
     return clock
 

@@ -11,8 +11,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlxserve.api.debug import DebugRoutes
+from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
-from mlxserve.api.openai.errors import error_response
 from mlxserve.api.openai.routes import OpenAIRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
@@ -69,7 +69,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"{request.method} {request.url.path} is not part of this API."
         error = HTTPException(error.status_code, detail, headers=error.headers)
-    return error_response(error)
+    return error_response(error, request.url.path)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

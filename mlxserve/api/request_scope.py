@@ -8,7 +8,7 @@ from collections.abc import Callable
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxserve.api.openai.errors import error_response
+from mlxserve.api.error_responses import error_response
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RequestScope:
             logger.exception("%s %s failed (%s)", scope["method"], scope["path"], state["request_id"])
             if started:
                 raise
-            await error_response(error)(scope, receive, send_with_id)
+            await error_response(error, scope["path"])(scope, receive, send_with_id)
         finally:
             if (on_sent := state.get("on_sent")) is not None:
                 on_sent()

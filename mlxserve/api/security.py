@@ -15,7 +15,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from mlxserve.api.openai.errors import error_response
+from mlxserve.api.error_responses import error_response
 from mlxserve.config import ServerConfig
 
 PREFLIGHT_MAX_AGE = 600
@@ -71,7 +71,7 @@ class Security:
             elif scope["path"] not in self._paths_without_key:
                 self._check_api_key(headers)
         except HTTPException as error:
-            answerer = error_response(error)
+            answerer = error_response(error, scope["path"])
         await answerer(scope, receive, send_secured)
 
     def _check_host(self, headers: Headers) -> None:

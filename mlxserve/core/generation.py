@@ -4,7 +4,7 @@ A dialect turns its wire format into a GenerationRequest and the events of its G
 """
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mlxserve.core.constraint import Grammar
 from mlxserve.core.request import FinishReason, Speculation
@@ -13,12 +13,40 @@ from mlxserve.core.step import SampledToken
 
 
 @dataclass(frozen=True, slots=True)
+class ToolChoice:
+    """Whether an answer calls tools."""
+
+    mode: Literal["none", "auto", "required"] = "auto"
+    name: str | None = None
+    """With "required": the one tool it must call."""
+    parallel: bool = True
+    """Whether it may call more than one."""
+    param: str = "tool_choice"
+    """The client's field, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    """How much a model should think before it answers."""
+
+    enabled: bool | None = None
+    """None: as its chat template does by itself."""
+    effort: str | None = None
+    """low, medium, high, or what else its chat template knows."""
+    param: str = "reasoning_effort"
+    """The client's field, for errors."""
+
+
+@dataclass(frozen=True, slots=True)
 class ChatPrompt:
     """Messages for the model's chat template, in the shape templates expect: {"role": ..., "content": str, ...}."""
 
     messages: tuple[dict[str, Any], ...]
     tools: tuple[dict[str, Any], ...] = ()
+    """{"type": "function", "function": {"name": ..., "description": ..., "parameters": JSON schema}}"""
     template_kwargs: dict[str, Any] = field(default_factory=dict)
+    tool_choice: ToolChoice = ToolChoice()
+    reasoning: Reasoning = Reasoning()
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +106,8 @@ class Usage:
     """Guesses at generated tokens that were computed."""
     num_accepted_tokens: int = 0
     """Of these, the ones that were right."""
+    num_reasoning_tokens: int = 0
+    """Generated tokens of the reasoning, its markers included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +143,30 @@ class TextDelta:
 
 
 @dataclass(frozen=True, slots=True)
+class ReasoningDelta:
+    """New text of what the model thinks before it answers; `tokens` as in TextDelta."""
+
+    text: str
+    tokens: tuple[SampledToken, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCallDelta:
+    """A piece of a tool call. Calls come one after the other."""
+
+    index: int
+    """Which call of the answer, from 0."""
+    call_id: str
+    """The same in all pieces of a call."""
+    name: str | None
+    """The tool's, in the first piece of a call and only there."""
+    arguments: str
+    """More of the arguments: all pieces together are a JSON object."""
+    tokens: tuple[SampledToken, ...]
+    """As in TextDelta."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finished:
     """The last event of every generation that did not raise."""
 
@@ -120,6 +174,7 @@ class Finished:
     stop_string: str | None
     usage: Usage
     timings: Timings
+    num_tool_calls: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,4 +185,4 @@ class PromptLogprobs:
     """All of the prompt's. The first has no log-probabilities: nothing stands before it."""
 
 
-GenerationEvent = PromptLogprobs | TextDelta | Finished
+GenerationEvent = PromptLogprobs | TextDelta | ReasoningDelta | ToolCallDelta | Finished

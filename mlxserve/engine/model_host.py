@@ -53,6 +53,16 @@ class HealthStatus:
     detail: str
 
 
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """A model that stays loaded for somebody until they release it."""
+
+    model: ServedModel
+
+    def release(self) -> None:
+        pass
+
+
 class ModelHost:
     """Loads models on first use and keeps them.
 
@@ -125,6 +135,10 @@ class ModelHost:
             if task.cancelled():
                 raise EngineDead("the server is stopping") from None
             raise
+
+    async def acquire(self, name: str, *, keep_alive: float | None = None) -> Lease:
+        """The model of that name on lease, loaded if it is not yet. Raises as get()."""
+        return Lease(await self.get(name))
 
     def models(self) -> list[ModelInfo]:
         """The loaded models, then those that could be loaded without a download."""

@@ -89,7 +89,11 @@ class Answer:
                 is_last = len(finished) == len(self.generations) and not self.include_usage
                 yield self._with_timings(chunk, item) if is_last else chunk
                 continue
-            part = self.reply.delta(index, item) if isinstance(item, TextDelta) else self.reply.prompt(index, item)
+            part = None
+            if isinstance(item, TextDelta):
+                part = self.reply.delta(index, item)
+            elif isinstance(item, PromptLogprobs):
+                part = self.reply.prompt(index, item)
             if part is not None:
                 yield self._chunk([part])
         if self.include_usage:

@@ -1,22 +1,21 @@
 """The OpenAI endpoints, each with and without the /v1 before it."""
 
-import asyncio
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from mlxserve.api.connection import read_json_body, until_disconnect
+from mlxserve.api.exchange import Exchange, Order, StreamFormat, reply_id
 from mlxserve.api.openai.answer import Answer
 from mlxserve.api.openai.convert import chat_request, completion_requests
+from mlxserve.api.openai.errors import error_object
 from mlxserve.api.openai.reply import ChatReply, CompletionReply, Envelope, Reply
-from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest, Schema, parse
-from mlxserve.api.sse import EventStream
-from mlxserve.core.generation import Arrival, GenerationRequest
+from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest
+from mlxserve.api.sse import EventStream, event
+from mlxserve.api.wire import read_body
+from mlxserve.core.generation import GenerationRequest
 from mlxserve.errors import ModelNotFound
 
 if TYPE_CHECKING:
@@ -28,8 +27,10 @@ Body = TypeVar("Body", bound=CompletionFields)
 Prepare = Callable[[Body, str, "ServedModel"], tuple[Sequence[GenerationRequest], Reply]]
 """From a body, the id of its reply and its model: one request for each prompt, and the shape of the reply."""
 
-# Parsing more than this would be felt by the streams that share the event loop.
-INLINE_BODY_BYTES = 1_000_000
+EVENTS = StreamFormat(
+    respond=lambda pieces, close: EventStream(pieces, on_close=close),
+    failure=lambda error: event(error_object(error)[1]),
+)
 
 
 class OpenAIRoutes:
@@ -60,84 +61,34 @@ class OpenAIRoutes:
         raise ModelNotFound(f"There is no model {name!r} here; GET /v1/models lists those there are.", model=name)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._parse(request, ChatCompletionRequest)
+        body = await read_body(request, ChatCompletionRequest, self._max_body_bytes)
         return await self._answer(request, body, "chatcmpl", _prepare_chat)
 
     async def completions(self, request: Request) -> Response:
-        body = await self._parse(request, CompletionRequest)
+        body = await read_body(request, CompletionRequest, self._max_body_bytes)
         return await self._answer(request, body, "cmpl", _prepare_completion)
 
-    async def _parse(self, request: Request, schema: type[Schema]) -> Schema:
-        data = await read_json_body(request, self._max_body_bytes)
-        if len(data) <= INLINE_BODY_BYTES:
-            return parse(schema, data)
-        return await asyncio.to_thread(parse, schema, data)
-
     async def _answer(self, request: Request, body: Body, id_prefix: str, prepare: Prepare[Body]) -> Response:
-        """Generate and reply. Whatever happens before the reply is over, no generation outlives it.
+        exchange = Exchange(request, self._host)
+        request_id = reply_id(request, id_prefix)
 
-        Headers go out when all choices are admitted, so that everything refused until then has its own status.
-        """
-        arrival = Arrival(request.state.received, parsed=time.monotonic())
-        request_id = request.state.request_id = f"{id_prefix}-{request.state.request_id.removeprefix('req-')}"
-        started: list[Generation] = []
-
-        def sent() -> None:
-            for generation in started:
-                generation.delivered()
-
-        request.state.on_sent = sent
-
-        def close() -> None:
-            for generation in started:
-                generation.cancel()
-
-        async def admit() -> Answer:
-            model = await self._host.get(body.model)
-            arrival.loaded = time.monotonic()
+        def place(model: "ServedModel") -> Order:
             requests, reply = prepare(body, request_id, model)
-            requests = [replace(each, arrival=arrival) for each in requests]
-            return Answer(
-                envelope=Envelope(request_id, model.name),
-                reply=reply,
-                generations=await _start(model, requests, body.num_samples, started),
-                num_samples=body.num_samples,
-                num_choices=body.num_choices,
-                include_usage=body.include_usage,
-                include_timings=bool(body.timings),
-            )
 
-        async def complete() -> dict[str, Any]:
-            answer = await admit()
-            return await answer.collect()
+            def answer(generations: "list[Generation]") -> Answer:
+                return Answer(
+                    envelope=Envelope(request_id, model.name),
+                    reply=reply,
+                    generations=generations,
+                    num_samples=body.num_samples,
+                    num_choices=body.num_choices,
+                    include_usage=body.include_usage,
+                    include_timings=bool(body.timings),
+                )
 
-        try:
-            if body.stream:
-                answer = await until_disconnect(request.receive, admit())
-                return EventStream(answer.events(), on_close=close)
-            return JSONResponse(await until_disconnect(request.receive, complete()))
-        except BaseException:
-            close()
-            raise
+            return Order(requests, answer, body.num_samples)
 
-
-async def _start(
-    model: "ServedModel", requests: Sequence[GenerationRequest], num_samples: int, started: "list[Generation]"
-) -> "list[Generation]":
-    """Admit all samples of all requests, in order. `started` gets each as it is admitted, also when a later one is
-    refused."""
-
-    async def start(request: GenerationRequest) -> "list[Generation]":
-        generations = await model.generate_samples(request, num_samples)
-        started.extend(generations)
-        return generations
-
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(start(request)) for request in requests]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0] from None
-    return [generation for task in tasks for generation in task.result()]
+        return await exchange.respond(body.model, place, stream=EVENTS if body.stream else None)
 
 
 def _prepare_chat(

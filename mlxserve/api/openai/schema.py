@@ -12,7 +12,7 @@ llama-server has them; `timeout` in seconds; `timings: true` for a `timings` obj
 `speculation` for who may guess at the next tokens.
 """
 
-from typing import Annotated, Any, Literal, Self, TypeVar
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -20,14 +20,12 @@ from pydantic import (
     Discriminator,
     Field,
     Tag,
-    ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
-from mlxserve.api.openai.errors import invalid_parameter
 from mlxserve.api.openai.structured import (
     Choices,
     GrammarText,
@@ -37,7 +35,7 @@ from mlxserve.api.openai.structured import (
     StructuredOutputs,
     requested_grammar,
 )
-from mlxserve.api.openai.wire import WireModel, unsupported
+from mlxserve.api.wire import WireModel, unsupported
 from mlxserve.core.constraint import Grammar
 from mlxserve.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from mlxserve.errors import InvalidParameter
@@ -45,7 +43,6 @@ from mlxserve.errors import InvalidParameter
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 500
 MAX_PROMPTS = 256
-MAX_FIELDS = 1000
 MAX_PARTS = 10_000
 MAX_MESSAGES = 100_000
 MAX_PROMPT_TOKENS = 2**20
@@ -359,29 +356,3 @@ class CompletionRequest(CompletionFields):
         if isinstance(self.prompt[0], int):
             return (self.prompt,)
         return tuple(self.prompt)
-
-
-Schema = TypeVar("Schema", bound=WireModel)
-
-
-def parse(schema: type[Schema], body: bytes) -> Schema:
-    """The request in a JSON body.
-
-    Raises:
-        InvalidParameter: not UTF-8, not JSON (NaN, lone surrogates, more than 200 levels), or a wrong field.
-    """
-    if not body.strip():
-        raise InvalidParameter("The body is empty; send a JSON object.", code="invalid_json")
-    try:
-        # NaN is let through here so that the field that has it can be named.
-        content = from_json(body)
-    except ValueError as error:
-        raise InvalidParameter(f"The body is not valid JSON: {error}.", code="invalid_json") from error
-    if isinstance(content, dict) and len(content) > MAX_FIELDS:
-        raise InvalidParameter(
-            f"The body has {len(content)} fields; no request has that many.", code="unknown_parameter"
-        )
-    try:
-        return schema.model_validate(content)
-    except ValidationError as error:
-        raise invalid_parameter(error) from error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
-from mlxserve.api.openai.wire import WireModel, unsupported
+from mlxserve.api.wire import WireModel, unsupported
 from mlxserve.core.constraint import JSON_OBJECT, MAX_CHOICES, Grammar
 from mlxserve.errors import InvalidParameter
 

@@ -1,0 +1,96 @@
+"""What went wrong with a request: the one place that decides its HTTP status and code. Dialects give it their shape.
+
+The kinds are OpenAI's.
+
+| status | kind                  | code                                                                       |
+|--------|-----------------------|----------------------------------------------------------------------------|
+| 400    | invalid_request_error | invalid_json, invalid_type, invalid_value, unknown_parameter,              |
+|        |                       | missing_required_parameter, unsupported_parameter, context_length_exceeded |
+| 401    | authentication_error  | invalid_api_key                                                            |
+| 403    | invalid_request_error | forbidden                                                                  |
+| 404    | not_found_error       | model_not_found, request_not_found, unknown_url                            |
+| 405    | invalid_request_error | method_not_allowed                                                         |
+| 413    | invalid_request_error | request_too_large                                                          |
+| 415    | invalid_request_error | unsupported_media_type                                                     |
+| 429    | rate_limit_error      | queue_full, with Retry-After                                               |
+| 500    | server_error          | model_load_failed, engine_error, internal_error                            |
+| 503    | server_error          | engine_dead, download_failed, no_capacity, cancelled                       |
+| 504    | server_error          | timeout                                                                    |
+"""
+
+import math
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+
+from mlxserve.errors import (
+    CapacityError,
+    DownloadError,
+    EngineDead,
+    EngineError,
+    ModelError,
+    ModelLoadError,
+    ModelNotFound,
+    QueueFull,
+    RequestCancelled,
+    RequestError,
+    RequestNotFound,
+    RequestTimeout,
+)
+
+_INTERNAL = (500, "server_error", "internal_error")
+
+_KINDS: dict[type, tuple[int, str, str]] = {
+    RequestError: (400, "invalid_request_error", "invalid_value"),
+    RequestNotFound: (404, "not_found_error", "request_not_found"),
+    ModelNotFound: (404, "not_found_error", "model_not_found"),
+    ModelLoadError: (500, "server_error", "model_load_failed"),
+    DownloadError: (503, "server_error", "download_failed"),
+    CapacityError: (503, "server_error", "no_capacity"),
+    QueueFull: (429, "rate_limit_error", "queue_full"),
+    RequestTimeout: (504, "server_error", "timeout"),
+    RequestCancelled: (503, "server_error", "cancelled"),
+    EngineError: (500, "server_error", "engine_error"),
+    EngineDead: (503, "server_error", "engine_dead"),
+}
+
+_HTTP_KINDS: dict[int, tuple[str, str]] = {
+    401: ("authentication_error", "invalid_api_key"),
+    403: ("invalid_request_error", "forbidden"),
+    404: ("not_found_error", "unknown_url"),
+    405: ("invalid_request_error", "method_not_allowed"),
+    413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_media_type"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as any dialect tells it."""
+
+    status: int
+    message: str
+    kind: str
+    param: str | None = None
+    """The field at fault in the wire format's own name."""
+    code: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def describe(error: Exception) -> Failure:
+    """What an unexpected error says stays in the server's log."""
+    message = str(error)
+    headers: dict[str, str] = {}
+    if isinstance(error, HTTPException):
+        fallback = "invalid_request_error" if error.status_code < 500 else "server_error"
+        kind, code = _HTTP_KINDS.get(error.status_code, (fallback, None))
+        return Failure(error.status_code, error.detail, kind, code=code, headers=dict(error.headers or {}))
+    known = next((_KINDS[parent] for parent in type(error).__mro__ if parent in _KINDS), None)
+    if known is None:
+        message = "The server failed while answering this request; its log says more."
+    status, kind, code = known or _INTERNAL
+    if isinstance(error, QueueFull):
+        headers["retry-after"] = str(max(1, math.ceil(error.retry_after)))
+    if isinstance(error, RequestError):
+        return Failure(status, message, kind, error.param, error.code or code, headers)
+    return Failure(status, message, kind, "model" if isinstance(error, ModelError) else None, code, headers)

@@ -1,0 +1,104 @@
+"""What the bodies of requests have in common in all dialects: strict about types, and no field ignored in silence."""
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
+from pydantic_core import PydanticCustomError, from_json
+from starlette.requests import Request
+
+from mlxserve.api.connection import read_json_body
+from mlxserve.errors import InvalidParameter
+
+MAX_FIELDS = 1000
+INLINE_BODY_BYTES = 1_000_000
+"""Parsing more than this would be felt by the streams that share the event loop."""
+
+_PYDANTIC_CODES = {
+    "extra_forbidden": "unknown_parameter",
+    "missing": "missing_required_parameter",
+    "unsupported_parameter": "unsupported_parameter",
+}
+
+
+def unsupported(*neutral: Any) -> AfterValidator:
+    """Marks a field that is known and not supported yet: null and the `neutral` values pass, others are refused."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        # True == 1 and False == 0 in Python, but not on the wire.
+        same = (value == one and isinstance(value, bool) is isinstance(one, bool) for one in neutral)
+        if value is None or any(same):
+            return value
+        raise PydanticCustomError("unsupported_parameter", "this server does not support it yet; leave it out")
+
+    return AfterValidator(check)
+
+
+class WireModel(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True)
+
+
+Schema = TypeVar("Schema", bound=WireModel)
+
+
+def parse(schema: type[Schema], body: bytes) -> Schema:
+    """The request in a JSON body.
+
+    Raises:
+        InvalidParameter: not UTF-8, not JSON (NaN, lone surrogates, more than 200 levels), or a wrong field.
+    """
+    if not body.strip():
+        raise InvalidParameter("The body is empty; send a JSON object.", code="invalid_json")
+    try:
+        # NaN is let through here so that the field that has it can be named.
+        content = from_json(body)
+    except ValueError as error:
+        raise InvalidParameter(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+    if isinstance(content, dict) and len(content) > MAX_FIELDS:
+        raise InvalidParameter(
+            f"The body has {len(content)} fields; no request has that many.", code="unknown_parameter"
+        )
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        raise _invalid_parameter(error) from error
+
+
+def _invalid_parameter(error: ValidationError) -> InvalidParameter:
+    """The first thing pydantic found wrong, with the path of its field as OpenAI writes it: `messages[0].content`."""
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    kind, location = first["type"], _path(first["loc"])
+    if not location:
+        return InvalidParameter("The body must be a JSON object.", code="invalid_type")
+    fallback = "invalid_type" if kind.endswith("_type") else "invalid_value"
+    match kind:
+        case "extra_forbidden":
+            message = f"Unknown parameter: '{location}'."
+        case "missing":
+            message = f"Missing required parameter: '{location}'."
+        case _:
+            message = f"Invalid '{location}': {first['msg']}."
+    return InvalidParameter(message, param=location, code=_PYDANTIC_CODES.get(kind, fallback))
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith(":"):  # tags of unions, which are no fields
+            path += f".{step}" if path else step
+    return path
+
+
+async def read_body(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
+    """The body of a request.
+
+    Raises:
+        HTTPException, ClientDisconnect: as read_json_body().
+        InvalidParameter: as parse().
+    """
+    data = await read_json_body(request, max_bytes)
+    if len(data) <= INLINE_BODY_BYTES:
+        return parse(schema, data)
+    return await asyncio.to_thread(parse, schema, data)
