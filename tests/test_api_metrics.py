@@ -6,9 +6,11 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import FakeHost
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mlxserve.api.app import create_app
+from mlxserve.api.interval_histogram import IntervalHistogram
 from mlxserve.api.metrics import Metrics
 from mlxserve.config import ServerConfig
 from mlxserve.core.generation import Timings, Usage
@@ -38,6 +40,19 @@ def samples(text: str) -> dict[tuple[str, ...], float]:
 
 def record(outcome: str, usage: Usage, timings: Timings = TIMINGS) -> RequestRecord:
     return RequestRecord("id", "fake", outcome, usage, timings)
+
+
+def test_intervals_are_counted_as_the_librarys_own_histogram_counts_them() -> None:
+    bounds = (0.1, 0.5, 1, 2.5)
+    registry, expected = CollectorRegistry(), CollectorRegistry()
+    ours = IntervalHistogram("latency_seconds", "Latency", bounds)
+    registry.register(ours)
+    theirs = Histogram("latency_seconds", "Latency", ("model",), buckets=bounds, registry=expected)
+    for model, seconds in [("a", 0.1), ("a", 0.10001), ("a", 0.0), ("b", 2.5), ("a", 7.0), ("b", 1.0)]:
+        ours.of(model).observe(seconds)
+        theirs.labels(model).observe(seconds)
+    created = [line for line in generate_latest(expected).splitlines() if b"_created" not in line]
+    assert generate_latest(registry).splitlines() == created
 
 
 def test_requests() -> None:

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from mlxserve.api.interval_histogram import IntervalHistogram, Intervals
 from mlxserve.api.memory import MemoryCollector
 from mlxserve.core.request import FinishReason
 from mlxserve.core.stats import EngineStats, RequestRecord, StepRecord
@@ -40,9 +41,10 @@ class Metrics:
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Received to first token handed out", _TTFT_BUCKETS
         )
-        self._inter_token_latency = self._histogram(
-            "inter_token_latency_seconds", "Time between two tokens of a request", _ITL_BUCKETS
+        self._inter_token_latency = IntervalHistogram(
+            "mlxserve_inter_token_latency_seconds", "Time between two tokens of a request", _ITL_BUCKETS
         )
+        self.registry.register(self._inter_token_latency)
         self._time_per_output_token = self._histogram(
             "request_time_per_output_token_seconds", "Mean time between two tokens of a request", _ITL_BUCKETS
         )
@@ -130,7 +132,7 @@ class Metrics:
         found = self._models.get(model)
         if found is None:
             found = self._models[model] = _ModelMetrics(
-                self._inter_token_latency.labels(model),
+                self._inter_token_latency.of(model),
                 self._iteration_tokens.labels(model),
                 {
                     kind: (self._step_time.labels(model, kind), self._step_predicted.labels(model, kind))
@@ -150,7 +152,7 @@ class _ModelMetrics:
     """What every step and token of one model goes to: looking a label up takes longer than counting."""
 
     def __init__(
-        self, inter_token_latency: Histogram, iteration_tokens: Histogram, kinds: dict[str, tuple[Histogram, Counter]]
+        self, inter_token_latency: Intervals, iteration_tokens: Histogram, kinds: dict[str, tuple[Histogram, Counter]]
     ) -> None:
         self.inter_token_latency = inter_token_latency
         self._iteration_tokens = iteration_tokens
