@@ -128,12 +128,18 @@ class ServerConfig:
     """Threads of the CPU's matrix library; None: one for each core. No effect on a GPU."""
     debug_prompts: bool = False
     """Let /debug show what prompts say."""
+    otlp_traces_endpoint: str | None = None
+    """Where to send each request as OpenTelemetry spans, by OTLP over HTTP: http://127.0.0.1:4318/v1/traces."""
     shutdown_timeout: float = 30.0
     """Seconds that running requests get to finish after the first Ctrl-C."""
 
     def __post_init__(self) -> None:
         _require(0 <= self.port <= 65535, f"port must be from 0 to 65535, not {self.port}")
         _require(self.max_body_bytes >= 1024, "max_body_bytes must be at least 1024")
+        _require(
+            self.otlp_traces_endpoint is None or self.otlp_traces_endpoint.startswith(("http://", "https://")),
+            f"otlp_traces_endpoint must be an http:// or https:// address, not {self.otlp_traces_endpoint!r}",
+        )
         _require(
             self.log_level in ("debug", "info", "warning", "error"),
             f"log_level must be debug, info, warning or error, not {self.log_level!r}",

@@ -71,7 +71,9 @@ class Exchange:
         """To be made when the request's body is parsed."""
         self._request = request
         self._host = host
-        self._arrival = Arrival(request.state.received, parsed=time.monotonic())
+        self._arrival = Arrival(
+            request.state.received, parsed=time.monotonic(), traceparent=request.headers.get("traceparent")
+        )
         self._lease: Lease | None = None
         self._generations: list[Generation] = []
         request.state.on_sent = self._sent

@@ -68,6 +68,7 @@ def serve(
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
     debug_prompts: Annotated[bool, typer.Option("--debug-prompts", hidden=True)] = False,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(metavar="URL", hidden=True)] = None,
     threads: Threads = None,
     log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
 ) -> None:
@@ -95,6 +96,7 @@ def serve(
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         debug_prompts=debug_prompts or None,
+        otlp_traces_endpoint=otlp_traces_endpoint,
         threads=threads,
         log_level=log_level,
     )
@@ -152,6 +154,7 @@ async def _serve(
 
     from mlxserve.api.app import create_app
     from mlxserve.api.metrics import Metrics
+    from mlxserve.api.spans import otlp_spans
     from mlxserve.cli.http_server import HttpServer
     from mlxserve.engine.model_host import ModelHost
     from mlxserve.store.registry import Registry
@@ -163,6 +166,9 @@ async def _serve(
         engine_config = dataclasses.replace(engine_config, draft_model=draft_name)
     # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
     host = ModelHost(engine_config, registry, observer=metrics, keep_prompts=server_config.debug_prompts)
+    spans = None if server_config.otlp_traces_endpoint is None else otlp_spans(server_config.otlp_traces_endpoint)
+    if spans is not None:
+        host.journal.on_closed = spans.request_ended
     try:
         await host.start()
         models = [_served_name(registry, name) for name in models]
@@ -188,6 +194,8 @@ async def _serve(
             logger.info("stopped")
     finally:
         await host.close(timeout=0.0)
+        if spans is not None:
+            await asyncio.to_thread(spans.close)
 
 
 def _served_name(registry: "Registry", name: str) -> str:

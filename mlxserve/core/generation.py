@@ -76,6 +76,8 @@ class Arrival:
     """Its body was read and understood."""
     loaded: float | None = None
     """Its model was there, loaded for it if need be."""
+    traceparent: str | None = None
+    """The client's own trace, as its W3C Trace Context header says it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 import json
 from array import array
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt, Usage
@@ -44,6 +44,8 @@ class RequestTrace:
     priority: int
     prompt: str | None
     """Its beginning, where the server was told to show prompts."""
+    traceparent: str | None = None
+    """As in core.generation.Arrival."""
     request: Request | None = None
     """What the engine works on, from the inbox to the end. Its counts are read here while the engine writes them."""
     outcome: str | None = None
@@ -165,10 +167,13 @@ class Journal:
         self._keep_prompts = keep_prompts
         self._live: dict[RequestTrace, None] = {}
         self._recent: deque[RequestTrace] = deque(maxlen=MAX_RECENT)
+        self.on_closed: Callable[[RequestTrace], None] | None = None
+        """Told about each request that is over. Whoever wants to know sets it, once."""
 
     def open(self, request_id: str, model: str, request: GenerationRequest, timeline: Timeline) -> RequestTrace:
         prompt = _shown(request.prompt) if self._keep_prompts else None
-        trace = RequestTrace(request_id, model, timeline, request.priority, prompt)
+        traceparent = None if request.arrival is None else request.arrival.traceparent
+        trace = RequestTrace(request_id, model, timeline, request.priority, prompt, traceparent)
         self._live[trace] = None
         return trace
 
@@ -182,6 +187,8 @@ class Journal:
             del self._live[trace]
             trace.let_go()
             self._recent.append(trace)
+            if self.on_closed is not None:
+                self.on_closed(trace)
 
     def __iter__(self) -> Iterator[RequestTrace]:
         """Those under way, oldest first, then the ended ones, newest first."""
