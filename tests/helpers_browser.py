@@ -187,7 +187,7 @@ def fill_debug(site: Site) -> None:
         ),
     ]
     steps = [debug_step(n, rows=n % 7 + 1, prefill=128 if n % 11 == 0 else 0) for n in range(1, 121)]
-    blocks = {"used": 90, "cached": 60, "max": 256}
+    blocks = {"used": 90, "shared": 30, "cached": 60, "max": 256}
     site.debug.models = [{"model": "fake", "num_running": 2, "num_waiting": 1, "blocks": blocks, "steps": steps}]
     site.debug.events = [
         {"time": 100.0, "kind": "received"},

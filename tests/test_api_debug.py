@@ -111,7 +111,7 @@ def test_steps(build: FakeBuild, tmp_path: Path) -> None:
         reply = server.get("/debug/steps").json()
         (model,) = reply["models"]
         assert model["model"] == "one"
-        assert set(model["blocks"]) == {"used", "cached", "max"}
+        assert set(model["blocks"]) == {"used", "shared", "cached", "max"}
         steps = model["steps"]
         assert all(set(step) == STEP_KEYS for step in steps)
         ids = [step["step_id"] for step in steps]

@@ -147,6 +147,7 @@ def test_engines() -> None:
         num_draft_tokens=300,
         num_accepted_tokens=210,
         num_evicted_blocks=4,
+        num_blocks_shared=2,
         disk=DiskStats(True, 7, 7000, num_loaded_tokens=448, num_writes=9, num_errors=2),
     )
     host.engine_stats["fallback"] = EngineStats(1, 0, 0, 0, 0, 9, 0, 0, 0, 0, 0)
@@ -155,6 +156,7 @@ def test_engines() -> None:
         ("mlxserve_num_requests_running", "fake"): 3,
         ("mlxserve_num_requests_waiting", "fake"): 2,
         ("mlxserve_kv_cache_blocks_used", "fake"): 5,
+        ("mlxserve_kv_cache_blocks_shared", "fake"): 2,
         ("mlxserve_kv_cache_blocks_cached", "fake"): 7,
         ("mlxserve_kv_cache_blocks_max", "fake"): 20,
         ("mlxserve_kv_cache_evictions_total", "fake"): 4,

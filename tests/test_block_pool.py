@@ -114,6 +114,17 @@ def test_the_tail_with_the_most_shared_tokens_is_found() -> None:
     assert pool.find_tail(ROOT, ()) is None
 
 
+def test_shared_blocks_are_counted() -> None:
+    pool = BlockPool(8)
+    shared, alone = pool.take(), pool.take()
+    counts = [pool.num_shared]
+    for change in (pool.hold, pool.hold, pool.release, pool.release):
+        change(shared)
+        counts.append(pool.num_shared)
+    assert counts == [0, 1, 1, 1, 0]
+    pool.check_integrity(Counter({shared: 1, alone: 1}))
+
+
 def test_releasing_too_often_is_an_error() -> None:
     pool = BlockPool(max_blocks=4)
     block_id = pool.take()

@@ -28,7 +28,11 @@ class TestInside:
         tiles = page.locator(".tiles div")
         expect(tiles.nth(0)).to_have_text("Running2")
         expect(tiles.nth(1)).to_have_text("Waiting1")
-        expect(page.get_by_role("img", name="90 used by requests, 60 cached, free to take, 106 free")).to_be_visible()
+        expect(
+            page.get_by_role(
+                "img", name="30 shared by several requests, 60 used by one request, 60 cached, free to take, 106 free"
+            )
+        ).to_be_visible()
         expect(page.get_by_role("img", name="Time of each recent step").locator("rect.measured")).to_have_count(120)
         page.get_by_text("Last steps as a table").click()
         expect(page.get_by_label("Last steps").locator("tbody tr").first).to_contain_text("120")

@@ -57,7 +57,7 @@ def test_a_bar_gives_each_stage_its_share() -> None:
 
 
 def test_the_line_of_a_model() -> None:
-    blocks = {"used": 1, "cached": 10, "max": 40}
+    blocks = {"used": 1, "shared": 0, "cached": 10, "max": 40}
     old = step(time=10.0, num_rows=1000)
     model = {"model": "m", "num_running": 2, "num_waiting": 1, "blocks": blocks}
     steps = [old, step(time=98.1), step(time=99.0, num_prefill_tokens=64), step(time=99.9)]

@@ -141,7 +141,12 @@ def _engine_object(stats: EngineStats) -> dict[str, Any]:
         "num_waiting": stats.num_waiting,
         "num_steps": stats.num_steps,
         "num_preemptions": stats.num_preemptions,
-        "blocks": {"used": stats.num_blocks_used, "cached": stats.num_blocks_cached, "max": stats.max_blocks},
+        "blocks": {
+            "used": stats.num_blocks_used,
+            "shared": stats.num_blocks_shared,
+            "cached": stats.num_blocks_cached,
+            "max": stats.max_blocks,
+        },
     }
 
 

@@ -176,6 +176,7 @@ class EngineCollector(Collector):
             "num_requests_running": ("Requests being computed", lambda s: s.num_running),
             "num_requests_waiting": ("Requests that wait for their first step", lambda s: s.num_waiting),
             "kv_cache_blocks_used": ("KV blocks that running requests hold", lambda s: s.num_blocks_used),
+            "kv_cache_blocks_shared": ("Of these, the ones that several hold", lambda s: s.num_blocks_shared),
             "kv_cache_blocks_cached": (
                 "KV blocks nobody holds that still answer prefix hits",
                 lambda s: s.num_blocks_cached,

@@ -48,6 +48,8 @@ class EngineStats:
     """None: the model keeps no blocks on disk."""
     num_evicted_blocks: int = 0
     """Cached KV blocks that gave way to new ones since start."""
+    num_blocks_shared: int = 0
+    """Of the used KV blocks, those that several running requests hold."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -59,6 +59,8 @@ class BlockPool:
         self.max_blocks = max_blocks
         self.num_evicted = 0
         """Cached blocks that were handed out for something else, since the pool was made."""
+        self.num_shared = 0
+        """Blocks with more than one reference."""
         self._blocks: list[_Block] = [_Block()]
         self._free: list[int] = []
         # OrderedDict and not dict: a dict whose first key is deleted again and again scans over the holes.
@@ -118,6 +120,7 @@ class BlockPool:
         if block.ref_count == 0:
             del self._cached[block_id]
         block.ref_count += 1
+        self.num_shared += block.ref_count == 2
 
     def release(self, block_id: int) -> None:
         """Drop a reference. With the last one the block becomes cached if its content was published, else free."""
@@ -125,6 +128,7 @@ class BlockPool:
         if block.ref_count == 0:
             raise CacheIntegrityError(f"KV block {block_id} was released more often than held")
         block.ref_count -= 1
+        self.num_shared -= block.ref_count == 1
         if block.ref_count > 0:
             return
         if block.content is None:
@@ -173,6 +177,8 @@ class BlockPool:
         _check(free | cached | used == set(range(1, self.num_blocks)), "free + cached + used is not all blocks but 0")
         _check(len(free) + len(cached) + len(used) == self.num_blocks - 1, "a block is in two states")
         _check(self.num_blocks <= self.max_blocks, "the pool is larger than max_blocks")
+        shared = sum(block.ref_count > 1 for block in self._blocks)
+        _check(shared == self.num_shared, f"{shared} blocks are shared and {self.num_shared} are counted")
         for block_id, block in enumerate(self._blocks):
             _check(
                 block.ref_count == holders[block_id],

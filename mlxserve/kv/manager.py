@@ -88,6 +88,11 @@ class KVManager:
         return sum(group.pool.num_used for group in self._groups)
 
     @property
+    def num_shared_blocks(self) -> int:
+        """Of the used ones, those that several requests hold."""
+        return sum(group.pool.num_shared for group in self._groups)
+
+    @property
     def num_cached_blocks(self) -> int:
         return sum(group.pool.num_cached for group in self._groups)
 

@@ -290,6 +290,7 @@ class Scheduler:
             num_accepted_tokens=self._drafting.num_accepted_tokens,
             disk=self._kv.disk_stats,
             num_evicted_blocks=self._num_evicted_before + self._kv.num_evicted_blocks,
+            num_blocks_shared=self._kv.num_shared_blocks,
         )
 
     def check_integrity(self) -> None:

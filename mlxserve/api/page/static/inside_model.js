@@ -8,7 +8,8 @@ const CHART = { width: 600, height: 90 };
 const NUM_LISTED = 12;
 
 const BLOCKS = [
-  ["used", "used by requests"],
+  ["shared", "shared by several requests"],
+  ["used", "used by one request"],
   ["cached", "cached, free to take"],
   ["free", "free"],
 ];
@@ -81,8 +82,8 @@ export class ModelSection {
     this.tiles.replaceChildren(...tiles.map(([label, value]) => element("div", {}, element("dt", {}, label), element("dd", {}, String(value)))));
   }
 
-  renderPool({ used, cached, max }) {
-    const numbers = { used, cached, free: Math.max(0, max - used - cached) };
+  renderPool({ used, shared, cached, max }) {
+    const numbers = { shared, used: used - shared, cached, free: Math.max(0, max - used - cached) };
     BLOCKS.forEach(([key], index) => (this.pool.children[index].style.width = `${max ? (100 * numbers[key]) / max : 0}%`));
     this.pool.setAttribute("aria-label", BLOCKS.map(([key, label]) => `${numbers[key]} ${label}`).join(", "));
     const text = (key, label) => (max ? `${numbers[key].toLocaleString("en")} ${label}` : label);
