@@ -1,9 +1,14 @@
-"""The page's inside view in a headless Chromium, against debug endpoints that say what a test tells them to."""
+"""The page's inside view in a headless Chromium: debug endpoints that say what a test tells them to, and real ones."""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from fake_engine import wait_until
 from helpers_browser import Site, answers, ask, debug_request, fill_debug
-from playwright.sync_api import expect
+from helpers_engine import FakeBuild, Gate, held
+from helpers_http import serving
+from playwright.sync_api import Browser, expect
 
 
 class TestInside:
@@ -69,3 +74,36 @@ class TestInside:
         page.get_by_role("link", name="Inside").click()
         expect(page.get_by_text("No requests yet.")).to_be_visible()
         assert asked
+
+
+def test_a_real_engine(browser: Browser, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """One request computes, one waits for it, one is done, as the engine's own /debug tells it."""
+    build = FakeBuild(monkeypatch)
+    with serving(build, tmp_path, max_num_seqs=1) as server, held(Gate()) as gate:
+        ended = server.complete("the log", max_tokens=1).json()["id"]
+        server.runner.before_step = gate
+        with ThreadPoolExecutor(2) as executor:
+            futures = [executor.submit(server.complete, max_tokens=5)]
+            gate.wait()
+            futures.append(executor.submit(server.complete, "another", max_tokens=2))
+            wait_until(lambda: len(server.traces()) == 3 and server.traces()[1]["state"] == "queued")
+            gate.let_go()
+            gate.wait()
+            computing, waiting, done = server.traces()
+            assert done["id"] == ended
+            page = browser.new_page()
+            complaints: list[str] = []
+            page.on("pageerror", lambda error: complaints.append(str(error)))
+            page.goto(f"{server.address}/#inside")
+            for trace, state in ((computing, "decode"), (waiting, "queued"), (done, "length")):
+                row = page.locator(f'[data-request="{trace["id"]}"]')
+                expect(row.locator(".state")).to_have_text(state)
+            card = page.get_by_label("Engine of one")
+            expect(card.locator(".tiles div").first).to_have_text("Running1")
+            expect(card.get_by_role("img", name="used by one request")).to_be_visible()
+            gate.open()
+            for future in futures:
+                assert future.result().status_code == 200
+            expect(page.locator('[data-request] .state:text-is("length")')).to_have_count(3)
+            page.close()
+            assert complaints == []
