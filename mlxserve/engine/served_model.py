@@ -111,6 +111,11 @@ class ServedModel:
         return len(self._in_flight)
 
     @property
+    def capacity(self) -> int:
+        """Requests it takes at a time, running and waiting."""
+        return self._config.max_queue + self._config.max_num_seqs
+
+    @property
     def num_unsaved_blocks(self) -> int:
         """KV blocks that are still to go to disk; of a dead model none."""
         return 0 if self.death is not None else self._handle.engine.num_unsaved_blocks
@@ -318,12 +323,11 @@ class ServedModel:
 
     def _check_queue(self, num_new: int) -> None:
         num_requests = len(self._in_flight) + self._handle.num_arriving
-        capacity = self._config.max_queue + self._config.max_num_seqs
-        if num_new > capacity:
+        if num_new > self.capacity:
             raise InvalidParameter(
-                f"this server takes {capacity} requests at a time, and each of {num_new} answers is one", param="n"
+                f"this server takes {self.capacity} requests at a time, and each of {num_new} answers is one", param="n"
             )
-        if num_requests + num_new > capacity:
+        if num_requests + num_new > self.capacity:
             raise QueueFull(
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
