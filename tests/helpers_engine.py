@@ -19,7 +19,7 @@ from helpers_scheduler import BLOCK_SIZE, next_state
 from mlxserve.config import EngineConfig
 from mlxserve.core.constraint import Grammar
 from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TextPrompt
-from mlxserve.core.request import FinishReason
+from mlxserve.core.request import FinishReason, Pooling
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.stats import RequestRecord, StepRecord
 from mlxserve.core.step import BlockTable, SampledToken, ScheduledStep, StepResult
@@ -70,6 +70,25 @@ def letter_ids() -> tuple[int, ...]:
 
 def next_token(state: int) -> int:
     return letter_ids()[(state >> 17) % len(LETTERS)]
+
+
+def hidden_state(state: int) -> tuple[float, float, float]:
+    """What FakeRunner has in place of a model's hidden states."""
+    return float(state % 101), float(state % 97) - 50.0, 1.0
+
+
+def pool(vectors: list[tuple[float, ...]], pooling: Pooling) -> tuple[float, ...]:
+    return vectors[-1] if pooling is Pooling.LAST else tuple(map(sum, zip(*vectors, strict=True)))
+
+
+def expected_embedding(prompt: str, pooling: Pooling = Pooling.LAST) -> tuple[float, ...]:
+    state, vectors = 0, []
+    for token_id in tokenizer().encode(prompt, add_special_tokens=True):
+        state = next_state(state, token_id)
+        vectors.append(hidden_state(state))
+    vector = pool(vectors, pooling)
+    length = sum(value * value for value in vector) ** 0.5
+    return tuple(value / length for value in vector)
 
 
 def expected_ids(prompt_ids: list[int], num_tokens: int) -> list[int]:
@@ -145,14 +164,26 @@ class FakeRunner:
         for copy in step.copies:
             for offset in range(copy.num_tokens):
                 self._states[copy.target, offset] = self._states[copy.source, offset]
+        pooled = []
         for chunk in step.prefill:
-            self._compute(chunk.token_ids, chunk.start, chunk.block_tables)
+            states = [
+                self._compute((token_id,), position, chunk.block_tables)
+                for position, token_id in enumerate(chunk.token_ids, chunk.start)
+            ]
+            if chunk.pooling is not None:
+                vectors = [hidden_state(state) for state in states]
+                pooled.append(
+                    vectors[-1] if chunk.pooling is Pooling.LAST else tuple(map(sum, zip(*vectors, strict=True)))
+                )
         tokens = []
         for row in step.decode:
             state = self._compute((row.token_id,), row.start, row.block_tables)
             ends = row.output_index == self.answer_length
             tokens.append((SampledToken(min(tokenizer().eos_token_ids) if ends else next_token(state)),))
-        return StepResult(step.step_id, tuple(tokens), 0.001 * step.num_prefill_tokens, decode_time=0.001)
+        prefill_time = 0.001 * step.num_prefill_tokens
+        return StepResult(step.step_id, tuple(tokens), prefill_time, decode_time=0.001, pooled=tuple(pooled))
+
+    can_embed = True
 
     def reset(self) -> None:
         self.before_reset()
@@ -333,6 +364,8 @@ class FakeBuild:
         self.runners: list[FakeRunner] = []
         """One for each model that was loaded, in order."""
         self.load_error: Exception | None = None
+        self.pooling = Pooling.LAST
+        self.can_embed = True
         self.before_load: Callable[[], None] = passes
         self.before_build: Callable[[], None] = passes
         monkeypatch.setattr(model_host.loader, "load", self._load)
@@ -360,6 +393,7 @@ class FakeBuild:
             weight_bytes=0,
             quantization="none",
             architecture="fake",
+            pooling=self.pooling,
         )
 
     def _build_engine(
@@ -379,6 +413,7 @@ class FakeBuild:
             context_length,
             uses_block_cache=True,
             has_draft_model=draft is not None,
+            can_embed=self.can_embed,
         )
 
 

@@ -60,14 +60,15 @@ class Server:
 class Caller:
     """A client on a bare socket, which can go away at any moment or stop reading."""
 
-    def __init__(self, server: Server, **fields: Any) -> None:
+    def __init__(self, server: Server, *, path: str = "/v1/completions", **fields: Any) -> None:
         host, port = server.address.removeprefix("http://").split(":")
         self.socket = socket.socket()
         self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         self.socket.settimeout(TIMEOUT)
         self.socket.connect((host, int(port)))
-        body = json.dumps({"model": "one", "temperature": 0, **fields})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
+        chosen = {"temperature": 0} if path == "/v1/completions" else {}
+        body = json.dumps({"model": "one", **chosen, **fields})
+        head = f"POST {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n"
         head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         self.socket.sendall((head + body).encode())
 

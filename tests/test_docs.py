@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from mlxserve.api import failures, wire
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.convert import chat_request
+from mlxserve.api.openai.embeddings import EmbeddingsRequest
 from mlxserve.api.openai.reply import timings_object
 from mlxserve.api.openai.schema import (
     ChatCompletionRequest,
@@ -88,6 +89,7 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     ResponseFormat: below("response_format.", STRUCTURED),
     JsonSchemaFormat: below("response_format.json_schema.", STRUCTURED),
     StructuredOutputs: below("structured_outputs.", STRUCTURED),
+    EmbeddingsRequest: by_name(table(API, "## Embeddings")),
 }
 ROWS = [(model, name, row) for model, rows in DOCUMENTED.items() for name, row in rows.items()]
 
@@ -168,7 +170,7 @@ def test_fields_have_the_status_that_is_documented(model: type[WireModel], name:
 def test_limits_are_the_documented_ones(model: type[WireModel], name: str, row: Row) -> None:
     limits = set(bounds(model.model_json_schema()["properties"][name]))
     if row[1] != "refused":
-        assert {int(number) for number in re.findall(r"-?\d+", row[2])} == limits
+        assert {int(number) for number in re.findall(r"(?<![a-z\d])-?\d+", row[2])} == limits
 
 
 def test_fields_without_effect_change_no_request() -> None:

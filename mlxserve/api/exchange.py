@@ -15,8 +15,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxserve.api.connection import until_disconnect
-from mlxserve.core.generation import Arrival, GenerationRequest
-from mlxserve.errors import MlxserveError
+from mlxserve.core.generation import Arrival, Embedding, Finished, GenerationRequest, Usage
+from mlxserve.errors import EngineError, MlxserveError
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
@@ -30,6 +30,10 @@ HEADERS_AFTER = 1.0
 
 Whatever is refused until then has a status of its own; later it is an event of the stream. Clients give up on a server
 that sends no headers, some of them after half a minute."""
+
+
+MAX_EMBEDDINGS = 32
+"""Texts of one request that the engine has at a time: more would fill the queue, and be refused, in one request."""
 
 
 class Answer(Protocol):
@@ -62,6 +66,16 @@ class StreamFormat:
     """The response that sends these pieces; the second argument is called when it is over, however it ended."""
     failure: Callable[[Exception], bytes]
     """The piece that tells of an error, after which the stream ends."""
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """Vectors of one request's texts, in order, each (hidden size,) and of length 1."""
+
+    model: str
+    vectors: list[tuple[float, ...]]
+    usages: list[Usage]
+    arrival: Arrival
 
 
 class Exchange:
@@ -103,6 +117,42 @@ class Exchange:
         except BaseException:
             self._cancel()
             raise
+
+    async def embed(
+        self, model: str, requests: Sequence[GenerationRequest], *, keep_alive: float | None = None
+    ) -> "Embedded":
+        """The embeddings that the requests want, in order. Raises as respond()."""
+        try:
+            return await until_disconnect(self._request.receive, self._embed(model, requests, keep_alive))
+        except BaseException:
+            self._cancel()
+            raise
+
+    async def _embed(self, model: str, requests: Sequence[GenerationRequest], keep_alive: float | None) -> "Embedded":
+        self._lease = await self._host.acquire(model, keep_alive=keep_alive)
+        served = self._lease.model
+        self._arrival.loaded = time.monotonic()
+        turns = asyncio.Semaphore(max(1, min(MAX_EMBEDDINGS, served.capacity // 2)))
+
+        async def embed(request: GenerationRequest) -> tuple[Embedding, Usage]:
+            async with turns:
+                generation = await served.generate(replace(request, arrival=self._arrival))
+                self._generations.append(generation)
+                events = [event async for event in generation]
+            match events:
+                case [Embedding() as embedding, Finished(usage=usage)]:
+                    return embedding, usage
+            raise EngineError("the engine gave no embedding; try again")
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(embed(request)) for request in requests]
+        except ExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        results = [task.result() for task in tasks]
+        return Embedded(
+            served.name, [embedding.vector for embedding, _ in results], [usage for _, usage in results], self._arrival
+        )
 
     async def _collect(
         self, model: str, place: "Callable[[ServedModel], Order]", keep_alive: float | None

@@ -54,6 +54,8 @@ class TextPrompt:
     """Text that is tokenised as it stands."""
 
     text: str
+    param: str = "prompt"
+    """The client's field, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,8 @@ class TokenPrompt:
     """Token ids, given by the client."""
 
     token_ids: tuple[int, ...]
+    param: str = "prompt"
+    """The client's field, for errors."""
 
 
 Prompt = ChatPrompt | TextPrompt | TokenPrompt
@@ -95,6 +99,11 @@ class GenerationRequest:
     """What the answer must be."""
     speculation: Speculation | None = None
     """None: the server's setting."""
+    wants_embedding: bool = False
+    """An Embedding in place of an answer. The prompt is text or tokens; of the other fields only timeout, priority and
+    cache_salt count."""
+    truncate: bool = False
+    """With wants_embedding: a prompt that is too long is cut at its end, and not refused."""
     arrival: Arrival | None = None
     """With it, whoever sends the answer calls Generation.delivered() at the end. None: it begins in this process."""
 
@@ -187,4 +196,12 @@ class PromptLogprobs:
     """All of the prompt's. The first has no log-probabilities: nothing stands before it."""
 
 
-GenerationEvent = PromptLogprobs | TextDelta | ReasoningDelta | ToolCallDelta | Finished
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """The one event before Finished where the request wants an embedding."""
+
+    vector: tuple[float, ...]
+    """(hidden size,), of length 1."""
+
+
+GenerationEvent = PromptLogprobs | Embedding | TextDelta | ReasoningDelta | ToolCallDelta | Finished

@@ -39,6 +39,15 @@ class Speculation(enum.StrEnum):
     OFF = "off"
 
 
+class Pooling(enum.StrEnum):
+    """How the hidden states of a sequence, after the model's last norm, become one vector."""
+
+    LAST = "last"
+    """The last token's."""
+    MEAN = "mean"
+    """The mean over all tokens."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A sequence on its way through the scheduler. Only the engine thread touches it after admission.
@@ -67,6 +76,8 @@ class Request:
     constraint: "TokenConstraint | None" = None
     """What its answer must be; it is this request's own."""
     speculation: Speculation = Speculation.AUTO
+    pooling: Pooling | None = None
+    """With it, a vector is wanted and no token: all of the prompt is prefill."""
 
     status: RequestStatus = RequestStatus.WAITING
     token_ids: list[int] = field(init=False)
@@ -85,6 +96,8 @@ class Request:
     finish_reason: FinishReason | None = None
     prompt_logprobs: "list[TokenLogprobs]" = field(default_factory=list)
     """Of the prompt's tokens after its first one, as far as they are computed; only where sampling asks for them."""
+    pooled: tuple[float, ...] | None = None
+    """With Pooling.MEAN the sum so far, from num_computed_tokens 0 on; with LAST what the last chunk gave."""
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.prompt_token_ids)
@@ -106,6 +119,21 @@ class Request:
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Uncomputed tokens that go into prefill chunks: all but the last one, which is a decode row."""
+        return self.num_uncomputed_tokens - (self.pooling is None)
+
+    @property
+    def is_stream(self) -> bool:
+        """Whether its next step is a decode row."""
+        return self.pooling is None and self.num_uncomputed_tokens == 1
+
+    @property
+    def wants_whole_prompt(self) -> bool:
+        """Whether every token has to be computed for it, whatever is cached."""
+        return self.wants_prompt_logprobs or self.pooling is Pooling.MEAN
+
+    @property
     def wants_prompt_logprobs(self) -> bool:
         """Whether some of the prompt's log-probabilities, for which all of it has to be computed, are still missing."""
         return self.sampling.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens - 1
@@ -119,6 +147,29 @@ class Request:
     def add_prompt_logprobs(self, start: int, scores: "tuple[TokenLogprobs, ...]") -> None:
         """Take those of a chunk at `start`; some are known already where a preempted prompt is computed again."""
         self.prompt_logprobs.extend(scores[len(self.prompt_logprobs) - start :])
+
+    def chunk_pooling(self, end: int) -> Pooling | None:
+        """PrefillChunk.pooling of the chunk that ends before position `end`."""
+        return None if self.pooling is Pooling.LAST and end < self.num_tokens else self.pooling
+
+    def add_pooled(self, state: tuple[float, ...]) -> None:
+        """Take what a chunk gave."""
+        if self.pooling is Pooling.MEAN and self.pooled is not None:
+            state = tuple(before + more for before, more in zip(self.pooled, state, strict=True))
+        self.pooled = state
+
+    def embedding(self) -> tuple[float, ...] | None:
+        """The vector, not normalised; None before all is computed."""
+        if self.pooled is None or self.num_uncomputed_tokens > 0:
+            return None
+        if self.pooling is Pooling.LAST:
+            return self.pooled
+        return tuple(each / self.num_tokens for each in self.pooled)
+
+    def restart(self) -> None:
+        """All of it has to be computed anew."""
+        self.num_computed_tokens = 0
+        self.pooled = None
 
     def penalty_history(self, start: int) -> tuple[int, ...]:
         """DecodeRow.history of the row at position `start`. The token at `start` need not be known."""

@@ -9,7 +9,8 @@ this order.
 | DecodeRow    | 1 and its drafts  | yes    | block tables that cover start + 1 + drafts        |
 
 The last known token of a sequence is always a decode row, also the last token of a prompt: it is the only
-position whose logits anybody wants, but where log-probabilities of the prompt are asked for. A chunk that ends at the
+position whose logits anybody wants, but where log-probabilities of the prompt are asked for. (A request for an
+embedding has no such row: its chunks cover all its tokens.) A chunk that ends at the
 second-to-last token may stand in the same step as that sequence's decode row.
 
 A row may carry drafts: guesses at the tokens after it, computed in the same pass at the positions after its own. A
@@ -23,7 +24,7 @@ Both objects are plain and picklable: a step can be logged, replayed, or sent to
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from mlxserve.core.request import FinishReason
+from mlxserve.core.request import FinishReason, Pooling
 from mlxserve.core.sampling_params import SamplingParams
 
 BlockTable = tuple[int, ...]
@@ -43,6 +44,8 @@ class PrefillChunk:
     """The tokens after the first len(scored_ids) of these positions, where their log-probabilities are asked for."""
     num_top: int = 0
     """With each scored token, so many of the most likely ones in its place."""
+    pooling: Pooling | None = None
+    """What is wanted of the hidden states of its tokens: the last one, or their sum (mean)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +166,8 @@ class StepResult:
     """For each chunk that has scored_ids, in order: one for each of these."""
     failures: Mapping[int, str] = field(default_factory=dict)
     """Decode rows, by index, whose constraint left no token, with the reason; their tokens mean nothing."""
+    pooled: tuple[tuple[float, ...], ...] = ()
+    """For each chunk with pooling, in order: that vector, (hidden size,)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,3 +188,5 @@ class RequestOutput:
     """With the first token, where they are asked for: of all tokens of the prompt but its first one."""
     error: str | None = None
     """With FinishReason.ERROR: what went wrong, where it was this request alone."""
+    embedding: tuple[float, ...] | None = None
+    """With the end of a request that has pooling: its vector, (hidden size,), not normalised."""

@@ -57,6 +57,8 @@ class BuiltEngine:
     """Tokens a sequence may have: the model's length, or less where the settings or the cache's memory say so."""
     uses_block_cache: bool
     has_draft_model: bool = False
+    can_embed: bool = False
+    """Whether requests may ask for an embedding."""
 
 
 def configure_device() -> Device:
@@ -154,6 +156,7 @@ def build_engine(
         context_length,
         uses_block_cache=max_blocks > 0,
         has_draft_model=draft is not None,
+        can_embed=runner.can_embed,
     )
 
 

@@ -28,6 +28,11 @@ class Runner(Protocol):
         """`masks` is called while the logits of constrained rows are computed, and needed if there are any."""
         ...
 
+    @property
+    def can_embed(self) -> bool:
+        """Whether a step's chunks may have pooling."""
+        ...
+
     def reset(self) -> None:
         """Forget every sequence and every block's contents; weights stay."""
         ...

@@ -1,11 +1,13 @@
 """One accepted request: what the engine did to it in, its events out. Runs on the event loop."""
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Callable
 
 from mlxserve.core.generation import (
+    Embedding,
     Finished,
     GenerationEvent,
     PromptLogprobs,
@@ -150,6 +152,8 @@ class Generation:
                     text.append(piece if is_free else self._stop_strings.push(piece))
                 if self._stop_strings.matched is not None:
                     break
+            if output.embedding is not None:
+                self._ready.append(Embedding(normalised(output.embedding)))
             reason = output.finish_reason
             if reason is not None and self._stop_strings.matched is None:
                 text.append(self._stop_strings.push(self._detokenizer.finish()))
@@ -205,3 +209,9 @@ class Generation:
         self._on_end(self, outcome, usage, timings)
         if not self._is_delivered_later:
             self.delivered()
+
+
+def normalised(vector: tuple[float, ...]) -> tuple[float, ...]:
+    """The vector of length 1 in the same direction; zeros stay zeros."""
+    length = math.sqrt(math.fsum(value * value for value in vector))
+    return tuple(value / length for value in vector) if length > 0.0 else vector

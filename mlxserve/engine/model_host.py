@@ -282,6 +282,8 @@ class ModelHost:
             load_seconds=load_seconds,
             created=int(time.time()),
             speculation=_kinds_of_speculation(built),
+            can_embed=built.can_embed,
+            pooling=loaded.pooling,
         )
         self._deaths.pop(source, None)
         return ServedModel(

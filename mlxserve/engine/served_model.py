@@ -16,7 +16,7 @@ from mlxserve.core.generation import (
     Timings,
     Usage,
 )
-from mlxserve.core.request import FinishReason, Request, Speculation
+from mlxserve.core.request import FinishReason, Pooling, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams, sample_seed
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord, StepRecord
 from mlxserve.engine.engine_thread import EngineHandle, EngineThread
@@ -53,6 +53,9 @@ class ModelDescription:
     """Unix time of the load."""
     speculation: frozenset[Speculation] = frozenset({Speculation.AUTO, Speculation.OFF})
     """The kinds a request may ask for."""
+    can_embed: bool = False
+    pooling: Pooling = Pooling.LAST
+    """What its embeddings are made by."""
 
 
 class ServedModel:
@@ -106,6 +109,11 @@ class ServedModel:
     @property
     def num_in_flight(self) -> int:
         return len(self._in_flight)
+
+    @property
+    def capacity(self) -> int:
+        """Requests it takes at a time, running and waiting."""
+        return self._config.max_queue + self._config.max_num_seqs
 
     @property
     def num_unsaved_blocks(self) -> int:
@@ -175,13 +183,14 @@ class ServedModel:
             if request_id in self._in_flight:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
         num_prompt_tokens = len(prompt_ids)
-        if num_prompt_tokens >= self.context_length:
+        if num_prompt_tokens + (not request.wants_embedding) > self.context_length:
+            room = "does not fit into" if request.wants_embedding else "leaves no room for an answer within"
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and leaves no room for an answer within the context "
-                f"length of {self.context_length} tokens; shorten it",
+                f"the prompt has {num_prompt_tokens} tokens and {room} the context length of {self.context_length} "
+                "tokens; shorten it",
                 num_tokens=num_prompt_tokens,
                 limit=self.context_length,
-                param="messages" if isinstance(request.prompt, ChatPrompt) else "prompt",
+                param="messages" if isinstance(request.prompt, ChatPrompt) else request.prompt.param,
             )
         timeline.tokenised = time.monotonic()
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
@@ -206,6 +215,10 @@ class ServedModel:
             sampling = replace(sampling, prompt_logprobs=None)
         max_tokens = sampling.max_tokens or self.context_length
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
+        max_total_tokens = min(self.context_length, len(prompt_ids) + max_tokens)
+        if request.wants_embedding:
+            # Room for a token that never comes.
+            max_total_tokens = len(prompt_ids) + 1
         timeline = replace(timeline)
         began = timeline.received if timeline.loaded is None else timeline.loaded
         engine_request = Request(
@@ -214,13 +227,14 @@ class ServedModel:
             sampling=sampling,
             eos_token_ids=self.tokenizer.eos_token_ids,
             seed=sample_seed(seed, index),
-            max_total_tokens=min(self.context_length, len(prompt_ids) + max_tokens),
+            max_total_tokens=max_total_tokens,
             arrival_time=began,
             deadline=None if timeout is None else began + timeout,
             priority=request.priority,
             cache_salt=request.cache_salt,
             constraint=constraint,
             speculation=self._speculation(request),
+            pooling=self.description.pooling if request.wants_embedding else None,
         )
         trace = self._journal.open(request_id, self.name, request, timeline)
         trace.request = engine_request
@@ -249,6 +263,8 @@ class ServedModel:
         def rendered() -> None:
             timeline.templated = time.monotonic()
 
+        if request.wants_embedding:
+            return self._read_embedded(request), [None] * num_samples
         prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length, rendered)
         grammar = request.grammar
         if grammar is None:
@@ -261,6 +277,19 @@ class ServedModel:
                 )
         constraint = self._grammars.compile(grammar)
         return prompt_ids, [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
+
+    def _read_embedded(self, request: GenerationRequest) -> list[int]:
+        """The token ids of a text that an embedding is wanted of."""
+        if not self.description.can_embed:
+            raise InvalidParameter(f"{self.name} cannot give embeddings; choose another model", param="model")
+        # One more than there may be, so that a text of just the context length passes.
+        limit = None if request.truncate else self.context_length + 1
+        token_ids = encode_prompt(self.tokenizer, request.prompt, limit)
+        if request.truncate and len(token_ids) > self.context_length:
+            # The last token may be one that the tokenizer puts at every end, and that the vector is taken from.
+            last = token_ids[-1:] if self.tokenizer.is_special(token_ids[-1]) else []
+            token_ids = token_ids[: self.context_length - len(last)] + last
+        return token_ids
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
@@ -294,12 +323,11 @@ class ServedModel:
 
     def _check_queue(self, num_new: int) -> None:
         num_requests = len(self._in_flight) + self._handle.num_arriving
-        capacity = self._config.max_queue + self._config.max_num_seqs
-        if num_new > capacity:
+        if num_new > self.capacity:
             raise InvalidParameter(
-                f"this server takes {capacity} requests at a time, and each of {num_new} answers is one", param="n"
+                f"this server takes {self.capacity} requests at a time, and each of {num_new} answers is one", param="n"
             )
-        if num_requests + num_new > capacity:
+        if num_requests + num_new > self.capacity:
             raise QueueFull(
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),

@@ -128,7 +128,7 @@ class KVManager:
             return sequence.growing_hit
         self._extend_hashes(sequence, request, request.num_tokens // self._block_size)
         sequence.tail = self._tail_name(sequence, request)
-        if request.wants_prompt_logprobs:
+        if request.wants_whole_prompt:
             return PrefixHit(0)
         num_blocks = min((request.num_tokens - 1) // self._block_size, len(sequence.hashes))
         while num_blocks > (shortest := min(g.match_blocks(sequence.hashes[:num_blocks]) for g in self._groups)):

@@ -15,8 +15,10 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlxserve.core.constraint import MaskSource, TokenMasks
 from mlxserve.core.step import PrefillChunk, SampledToken, ScheduledStep, StepResult, TokenLogprobs
 from mlxserve.errors import EngineError
+from mlxserve.runner.pooling import pool, values
 from mlxserve.runner.sampler import Sampler
 from mlxserve.runner.scoring import MAX_SCORED_TOKENS, score
+from mlxserve.runner.trunk import find_trunk, has_trunk
 
 
 class FallbackRunner:
@@ -39,7 +41,7 @@ class FallbackRunner:
         started = time.perf_counter()
         for request_id in step.released:
             self._caches.pop(request_id, None)
-        scores = [self._prefill(chunk) for chunk in step.prefill]
+        prefilled_chunks = [self._prefill(chunk) for chunk in step.prefill]
         prefilled = time.perf_counter()
         tokens: list[tuple[SampledToken, ...]] = []
         token_masks: TokenMasks | None = None
@@ -59,23 +61,40 @@ class FallbackRunner:
             tokens=tuple(tokens),
             prefill_time=prefilled - started,
             decode_time=time.perf_counter() - prefilled,
-            scores=tuple(each for chunk, each in zip(step.prefill, scores, strict=True) if chunk.scored_ids),
+            scores=tuple(scores for scores, _ in prefilled_chunks if scores),
             failures={} if token_masks is None else token_masks.failures,
+            pooled=tuple(pooled for _, pooled in prefilled_chunks if pooled is not None),
         )
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether chunks may have pooling."""
+        return has_trunk(self._model)
 
     def reset(self) -> None:
         self._caches.clear()
 
-    def _prefill(self, chunk: PrefillChunk) -> tuple[TokenLogprobs, ...]:
+    def _prefill(self, chunk: PrefillChunk) -> tuple[tuple[TokenLogprobs, ...], tuple[float, ...] | None]:
+        """What the chunk's scored_ids ask for, and what its pooling does."""
         cache = self._cache_of(chunk.request_id, chunk.start)
         scores: list[TokenLogprobs] = []
+        pooled: mx.array | None = None
+        hidden: list[mx.array] = []
+        trunk = None if chunk.pooling is None else find_trunk(self._model)
+        if trunk is not None:
+            trunk.observe = hidden.append
         # The head of these models cannot be run apart: logits come for all tokens of a pass, or for none.
         size = min(self._max_pass_tokens, MAX_SCORED_TOKENS) if chunk.scored_ids else self._max_pass_tokens
         for first in range(0, len(chunk.token_ids), size):
             logits = self._model(mx.array([chunk.token_ids[first : first + size]]), cache=cache)[0]
             scores += score(chunk, first, logits, lambda logits: logits)
+            if hidden:
+                pooled = pool(chunk.pooling, pooled, hidden.pop()[0].astype(mx.float32))
+                mx.eval(pooled)
             mx.eval([layer.state for layer in cache])
-        return tuple(scores)
+        if trunk is not None:
+            trunk.observe = None
+        return tuple(scores), None if pooled is None else values(pooled)
 
     def _cache_of(self, request_id: str, start: int) -> list[Any]:
         """The sequence's caches; new ones at its first token, also when a preempted one starts over."""

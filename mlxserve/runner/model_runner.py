@@ -1,5 +1,6 @@
 """Computes a ScheduledStep on the block cache: saves, loads, copies, prefill chunks, then all decode rows at once."""
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from mlxserve.runner import drafts
 from mlxserve.runner.block_io import BlockIO, Gathered
 from mlxserve.runner.draft_model import DraftModel
 from mlxserve.runner.paged_model import PagedModel, Piece, Row
+from mlxserve.runner.pooling import pool, values
 from mlxserve.runner.sampler import SampleOutput, Sampler
 from mlxserve.runner.scoring import MAX_SCORED_TOKENS, score
 
@@ -42,6 +44,8 @@ class StartedStep:
     """time.perf_counter() when its first and its decode work could begin; None: they were one pass."""
     scores: tuple[tuple[TokenLogprobs, ...], ...] = ()
     """StepResult.scores"""
+    pooled: tuple[tuple[float, ...], ...] = ()
+    """StepResult.pooled"""
     ended: float | None = None
     """time.perf_counter() when it was first seen to have ended: the step after it may begin there."""
 
@@ -100,7 +104,9 @@ class ModelRunner:
             for pieces in _passes(step.prefill, self._max_pass_tokens):
                 self._draft_model.prefill(pieces)
         scores = tuple(self._prefill_and_score(chunk) for chunk in step.prefill if chunk.scored_ids)
-        passes = list(_passes([chunk for chunk in step.prefill if not chunk.scored_ids], self._max_pass_tokens))
+        pooled = self._prefill_and_pool([chunk for chunk in step.prefill if chunk.pooling is not None])
+        plain = [chunk for chunk in step.prefill if not chunk.scored_ids and chunk.pooling is None]
+        passes = list(_passes(plain, self._max_pass_tokens))
         # Rows read the weights anyway: the last chunks come along for less than a pass of their own.
         mixed = passes.pop() if passes and step.decode and self._model.can_mix else None
         for pieces in passes:
@@ -132,7 +138,7 @@ class ModelRunner:
         self._num_steps += 1
         if self._num_steps % STEPS_BETWEEN_CLEARS == 0:
             mx.clear_cache()
-        return StartedStep(step, rows, sampled, token_masks, begin, prefilled, scores)
+        return StartedStep(step, rows, sampled, token_masks, begin, prefilled, scores, pooled)
 
     def finish(self, started: StartedStep) -> StepResult:
         """Wait for a step's tokens."""
@@ -141,8 +147,14 @@ class ModelRunner:
         failures = {} if started.masks is None else drafts.by_row(started.rows, started.masks.failures)
         step_id, begin, prefilled = started.step.step_id, started.begin, started.prefilled
         if prefilled is None:
-            return StepResult(step_id, tokens, end - begin, None, started.scores, failures)
-        return StepResult(step_id, tokens, prefilled - begin, end - prefilled, started.scores, failures)
+            return StepResult(step_id, tokens, end - begin, None, started.scores, failures, started.pooled)
+        times = prefilled - begin, end - prefilled
+        return StepResult(step_id, tokens, *times, started.scores, failures, started.pooled)
+
+    @property
+    def can_embed(self) -> bool:
+        """Whether chunks may have pooling."""
+        return self._model.can_mix
 
     def reset(self) -> None:
         self._model.storage.clear()
@@ -163,10 +175,26 @@ class ModelRunner:
         # Without a head of its own to call, a pass makes the logits of all its tokens.
         size = self._max_pass_tokens if self._model.can_mix else MAX_SCORED_TOKENS
         for (piece,) in _passes([chunk], size):
-            hidden = self._model.prefill_for_head(piece)
+            hidden = self._model.prefill_for_head([piece])
             mx.eval(hidden, self._model.storage.arrays())
             scores += score(chunk, piece[1] - chunk.start, hidden, self._model.head)
         return tuple(scores)
+
+    def _prefill_and_pool(self, chunks: Sequence[PrefillChunk]) -> tuple[tuple[float, ...], ...]:
+        """Chunks in passes of their own, as many as fit into each; of each chunk what its pooling asks for."""
+        states: list[mx.array | None] = [None] * len(chunks)
+        ends = list(itertools.accumulate(len(chunk.token_ids) for chunk in chunks))
+        first = 0
+        for pieces in _passes(chunks, self._max_pass_tokens):
+            hidden = self._model.prefill_for_head(pieces)[:, 0].astype(mx.float32)
+            past = first + len(hidden)
+            for index, (chunk, end) in enumerate(zip(chunks, ends, strict=True)):
+                own = hidden[max(end - len(chunk.token_ids) - first, 0) : max(min(end, past) - first, 0)]
+                if len(own) > 0:
+                    states[index] = pool(chunk.pooling, states[index], own)
+            mx.eval(states, self._model.storage.arrays())
+            first = past
+        return tuple(values(state) for state in states if state is not None)
 
 
 def _masks(step: ScheduledStep, after: StartedStep | None, masks: MaskSource | None) -> TokenMasks:

@@ -253,17 +253,19 @@ class PagedModel:
         self.storage.put((keys, values))
         return logits
 
-    def prefill_for_head(self, chunk: Piece) -> mx.array:
-        """prefill() of one chunk that returns what head() takes a slice of: (tokens, ...), unevaluated.
+    def prefill_for_head(self, chunks: Sequence[Piece]) -> mx.array:
+        """prefill() that returns what head() takes a slice of: (tokens, ...) of all chunks in order, unevaluated.
+
+        Where can_mix these are the hidden states after the last norm, (tokens, 1, hidden size).
 
         Where the head is part of the model these are the logits themselves.
         """
         if self._trunk is None or not self.can_mix:
-            return self.prefill([chunk])
+            return self.prefill(chunks)
         seen: list[mx.array] = []
         self._trunk.observe = seen.append
         try:
-            self.prefill([chunk])
+            self.prefill(chunks)
         finally:
             self._trunk.observe = None
         return seen[0]

@@ -41,6 +41,11 @@ class Trunk(nn.Module):  # type: ignore[misc]
             return getattr(super().__getattr__("inner"), name)
 
 
+def has_trunk(model: nn.Module) -> bool:
+    """Whether the model is made of `model` and a head."""
+    return isinstance(model.get("model"), nn.Module)
+
+
 def find_trunk(model: nn.Module) -> Trunk | None:
     """The model's trunk, put in its place on first use; None if the model is not made of `model` and a head."""
     inner = model.get("model")

@@ -51,7 +51,8 @@ class Plan:
         return [(request, end) for request, end in self.chunk_ends.items() if end > request.num_computed_tokens]
 
     def rows(self) -> list[Request]:
-        ending = [request for request, end in self.chunk_ends.items() if end == request.num_tokens - 1]
+        chunks = self.chunk_ends.items()
+        ending = [request for request, end in chunks if end == request.num_tokens - 1 and request.pooling is None]
         return self.streams + ending
 
 
@@ -73,6 +74,7 @@ def prefill_chunk(request: Request, end: int, tables: tuple[BlockTable, ...]) ->
         block_tables=tables,
         scored_ids=request.scored_ids(start, end),
         num_top=request.sampling.prompt_logprobs or 0,
+        pooling=request.chunk_pooling(end),
     )
 
 
@@ -109,4 +111,5 @@ def request_output(request: Request, tokens: Sequence[SampledToken] = (), error:
         finish_reason=request.finish_reason,
         prompt_logprobs=tuple(request.prompt_logprobs) if 0 < request.num_output_tokens == len(tokens) else (),
         error=error,
+        embedding=request.embedding(),
     )

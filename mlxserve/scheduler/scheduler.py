@@ -135,13 +135,13 @@ class Scheduler:
 
         # Every stream advances in every step. What that costs bounds the prefill beside it.
         for request in tuple(self._running):
-            if request.num_uncomputed_tokens == 1 and self._make_room(request):
+            if request.is_stream and self._make_room(request):
                 plan.streams.append(request)
         plan.drafts = self._drafting.plan(plan.streams)
 
         # Prompts, oldest first; none takes all, so that a short one need not wait for a long one.
         for request in self._running:
-            if request.num_uncomputed_tokens > 1:
+            if not request.is_stream:
                 self._grant_chunk(plan, request, is_share=True)
         self._admit_waiting(plan)
 
@@ -215,24 +215,31 @@ class Scheduler:
         """
         flight = self._flights.get(step.step_id)
         num_scored = sum(bool(chunk.scored_ids) for chunk in step.prefill)
-        sizes = (len(result.tokens), len(result.scores))
-        if flight is None or result.step_id != step.step_id or sizes != (len(flight.rows), num_scored):
+        num_pooled = sum(chunk.pooling is not None for chunk in step.prefill)
+        sizes = (len(result.tokens), len(result.scores), len(result.pooled))
+        if flight is None or result.step_id != step.step_id or sizes != (len(flight.rows), num_scored, num_pooled):
             raise EngineError(f"result {result.step_id} does not belong to step {step.step_id}")
         del self._flights[step.step_id]
-        if not result.scores:
-            # What scoring a prompt costs is no measure for other steps.
+        if not (result.scores or result.pooled):
+            # What scoring or pooling a prompt costs is no measure for other steps.
             self._budget.observe(step, result)
         self._kv.finish_copies(step.copies)
         self._kv.finish_loads(step.loads)
-        scores = iter(result.scores)
+        scores, pooled = iter(result.scores), iter(result.pooled)
+        outputs = self.take_finished()
         for (request, end), chunk in zip(flight.chunks, step.prefill, strict=True):
             chunk_scores = next(scores) if chunk.scored_ids else ()
+            state = next(pooled) if chunk.pooling is not None else None
             if request.status is RequestStatus.RUNNING:
                 request.add_prompt_logprobs(chunk.start, chunk_scores)
                 self._drafting.finish_chunk(request, request.num_computed_tokens, end)
                 request.num_computed_tokens = end
                 self._kv.publish(request)
-        outputs = self.take_finished()
+                if state is not None:
+                    request.add_pooled(state)
+                    if request.num_uncomputed_tokens == 0:
+                        self._finish(request, FinishReason.STOP)
+                        outputs.append(request_output(request))
         for index, (request, row, tokens) in enumerate(zip(flight.rows, step.decode, result.tokens, strict=True)):
             if request.status is RequestStatus.RUNNING:
                 if index in result.failures:
@@ -262,7 +269,7 @@ class Scheduler:
                 continue
             if request.status is RequestStatus.RUNNING:
                 request.status = RequestStatus.WAITING
-                request.num_computed_tokens = 0
+                request.restart()
                 request.num_preemptions += 1
             self._requests[request.request_id] = request
             self._waiting.add(request)
@@ -328,7 +335,7 @@ class Scheduler:
 
     def _grant_chunk(self, plan: Plan, request: Request, *, is_share: bool) -> None:
         """Plan the request's share of the budget, or all that is left; more than planned before, never less."""
-        start, wanted = request.num_computed_tokens, request.num_uncomputed_tokens - 1
+        start, wanted = request.num_computed_tokens, request.num_prefill_tokens
         allowed = self._budget.num_tokens(plan.load(without=request), start)
         if is_share:
             allowed = min(allowed, self._share(plan, allowed))
@@ -371,7 +378,7 @@ class Scheduler:
                 passed_over.append(request)
 
     def _can_start(self, plan: Plan, request: Request, hit: PrefixHit) -> bool:
-        needs_chunk = request.num_tokens - hit.num_tokens > 1
+        needs_chunk = request.num_tokens - hit.num_tokens > (request.pooling is None)
         if needs_chunk and self._budget.num_tokens(plan.load(), hit.num_tokens) == 0:
             return False
         # A block in reserve for each running request: who starts with the last one is preempted in the next step.
@@ -457,7 +464,7 @@ class Scheduler:
         self._running.remove(request)
         self._kv.free(request)
         request.status = RequestStatus.WAITING
-        request.num_computed_tokens = 0
+        request.restart()
         request.num_preemptions += 1
         self._num_preemptions += 1
         self._waiting.add(request)

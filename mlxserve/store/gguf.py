@@ -18,8 +18,8 @@ from mlxserve.store.gguf_weights import BITS, GROUP_SIZE, SUPPORTED, dequantize,
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 
-_HARMLESS_KEYS = frozenset({"vocab_size", "rope.scaling.finetuned"})
-"""Keys of the architecture that change no number computed here."""
+_HARMLESS_KEYS = frozenset({"vocab_size", "rope.scaling.finetuned", "pooling_type"})
+"""Keys of the architecture that change no number computed here; the loader reads pooling_type."""
 
 # Llama 3's scaling of low frequencies (rope_scaling of Llama 3.1 to 3.3). The converter writes only its result, the
 # tensor rope_freqs.weight. These constants go into it; the factor, 8 or 32, can be read off.

@@ -19,9 +19,11 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import get_total_parameters, load_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mlxserve.core.request import Pooling
 from mlxserve.errors import ModelLoadError
-from mlxserve.store import gguf, gguf_tokenizer
+from mlxserve.store import gguf, gguf_tokenizer, pooling
 from mlxserve.store.gguf_file import GgufFile
+from mlxserve.store.pooling import UnsupportedPooling
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +71,10 @@ class LoadedModel:
     """How the files hold the weights: 'Q4_1', '4-bit', 'mxfp4', 'bfloat16'."""
     architecture: str
     """mlx-lm's model type: 'llama', 'qwen3'."""
+    pooling: Pooling = Pooling.LAST
+    """How its hidden states become an embedding."""
+    makes_embeddings: bool = False
+    """Whether that is what it was made for."""
 
 
 def load(source_path: Path, *, name: str, dtype_policy: DtypePolicy) -> LoadedModel:
@@ -86,6 +92,10 @@ def load(source_path: Path, *, name: str, dtype_policy: DtypePolicy) -> LoadedMo
 
 def _load_gguf(file: GgufFile, dtype_policy: DtypePolicy) -> LoadedModel:
     config = gguf.read_config(file)
+    try:
+        declared = pooling.of_gguf(file.get(f"{config['model_type']}.pooling_type", int, None))
+    except UnsupportedPooling as error:
+        raise file.unusable(str(error)) from error
     tokenizer = gguf_tokenizer.build_tokenizer(file)
     model = gguf.build_model(file, config, quantized=dtype_policy == "keep")
     return _finish(
@@ -95,6 +105,7 @@ def _load_gguf(file: GgufFile, dtype_policy: DtypePolicy) -> LoadedModel:
         tokenizer,
         eos_token_ids=gguf_tokenizer.eos_token_ids(file),
         quantization=file.most_common_type,
+        declared_pooling=declared,
     )
 
 
@@ -131,6 +142,10 @@ def _load_folder(folder: _Folder, dtype_policy: DtypePolicy) -> LoadedModel:
     _check_weight_files(folder)
     tokenizer = _load_tokenizer(folder)
     try:
+        declared_pooling = pooling.of_folder(folder.path)
+    except UnsupportedPooling as error:
+        raise folder.unusable(str(error)) from error
+    try:
         model, config = load_model(folder.path, lazy=True, trust_remote_code=False)
         quantization = _describe_quantization(model, config)
         if dtype_policy == "float32":
@@ -142,7 +157,15 @@ def _load_folder(folder: _Folder, dtype_policy: DtypePolicy) -> LoadedModel:
         raise folder.unusable(f"mlx-lm cannot load it{own_code}: {type(error).__name__}: {error}") from error
     mx.clear_cache()
     eos_token_ids = _eos_token_ids(declared, folder.read_json("generation_config.json") or {}, tokenizer)
-    return _finish(folder.model, model, config, tokenizer, eos_token_ids=eos_token_ids, quantization=quantization)
+    return _finish(
+        folder.model,
+        model,
+        config,
+        tokenizer,
+        eos_token_ids=eos_token_ids,
+        quantization=quantization,
+        declared_pooling=declared_pooling,
+    )
 
 
 def _finish(
@@ -153,6 +176,7 @@ def _finish(
     *,
     eos_token_ids: frozenset[int],
     quantization: str,
+    declared_pooling: Pooling | None,
 ) -> LoadedModel:
     if not eos_token_ids:
         logger.warning("%s names no end-of-sequence token: answers end only at max_tokens or a stop string", name)
@@ -167,6 +191,8 @@ def _finish(
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         quantization=quantization,
         architecture=config["model_type"],
+        pooling=declared_pooling or Pooling.LAST,
+        makes_embeddings=declared_pooling is not None,
     )
 
 

@@ -70,22 +70,23 @@ def encode_prompt(
             text = render(tokenizer, prompt)
             if on_rendered is not None:
                 on_rendered()
-            ids = _encode(tokenizer, text, context_length, param="messages")
+            ids = _encode(tokenizer, text, context_length, add_special_tokens=False, param="messages")
         case TextPrompt():
-            ids = _encode(tokenizer, prompt.text, context_length, param="prompt")
+            ids = _encode(tokenizer, prompt.text, context_length, add_special_tokens=True, param=prompt.param)
         case TokenPrompt():
             ids = _checked_ids(tokenizer, prompt)
     if not ids:
-        raise InvalidParameter(
-            "the prompt is empty; give it some text", param="messages" if isinstance(prompt, ChatPrompt) else "prompt"
-        )
+        param = "messages" if isinstance(prompt, ChatPrompt) else prompt.param
+        raise InvalidParameter("the prompt is empty; give it some text", param=param)
     return ids
 
 
-def _encode(tokenizer: Tokenizer, text: str, context_length: int | None, *, param: str) -> list[int]:
+def _encode(
+    tokenizer: Tokenizer, text: str, context_length: int | None, *, add_special_tokens: bool, param: str
+) -> list[int]:
     _check_bound(tokenizer.min_num_tokens(text), context_length, param=param)
     try:
-        return tokenizer.encode(text, add_special_tokens=param == "prompt")
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
     except UnicodeEncodeError as error:
         raise InvalidParameter(
             f"the text has half of a surrogate pair at character {error.start}; send whole Unicode characters",
@@ -110,7 +111,7 @@ def _checked_ids(tokenizer: Tokenizer, prompt: TokenPrompt) -> list[int]:
             raise InvalidParameter(
                 f"token {position} of the prompt is {token_id}; this model's token ids go from 0 to "
                 f"{tokenizer.vocab_size - 1}",
-                param="prompt",
+                param=prompt.param,
             )
     return list(prompt.token_ids)
 

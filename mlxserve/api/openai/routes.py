@@ -10,6 +10,7 @@ from starlette.routing import Route
 from mlxserve.api.exchange import Exchange, Order, StreamFormat, reply_id
 from mlxserve.api.openai.answer import Answer
 from mlxserve.api.openai.convert import chat_request, completion_requests
+from mlxserve.api.openai.embeddings import EmbeddingsRequest, embedding_requests, embeddings_object
 from mlxserve.api.openai.errors import error_object
 from mlxserve.api.openai.reply import ChatReply, CompletionReply, Envelope, Reply
 from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest
@@ -47,6 +48,7 @@ class OpenAIRoutes:
                 Route(prefix + "/models/{name:path}", self.get_model),
                 Route(prefix + "/chat/completions", self.chat_completions, methods=["POST"]),
                 Route(prefix + "/completions", self.completions, methods=["POST"]),
+                Route(prefix + "/embeddings", self.embeddings, methods=["POST"]),
             )
         ]
 
@@ -67,6 +69,12 @@ class OpenAIRoutes:
     async def completions(self, request: Request) -> Response:
         body = await read_body(request, CompletionRequest, self._max_body_bytes)
         return await self._answer(request, body, "cmpl", _prepare_completion)
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await read_body(request, EmbeddingsRequest, self._max_body_bytes)
+        exchange = Exchange(request, self._host)
+        requests = embedding_requests(body, reply_id(request, "embd"))
+        return JSONResponse(embeddings_object(body, await exchange.embed(body.model, requests)))
 
     async def _answer(self, request: Request, body: Body, id_prefix: str, prepare: Prepare[Body]) -> Response:
         exchange = Exchange(request, self._host)

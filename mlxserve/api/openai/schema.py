@@ -291,7 +291,7 @@ class ChatCompletionRequest(CompletionFields):
 TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_PROMPT_TOKENS, fail_fast=True)]
 
 
-def _kind_of_prompt(value: Any) -> str | None:
+def kind_of_prompt(value: Any) -> str | None:
     if isinstance(value, str):
         return ":text"
     first = value[0] if isinstance(value, list) and value else None
@@ -309,7 +309,7 @@ class CompletionRequest(CompletionFields):
         | Annotated[TokenIds, Tag(":token_ids")]
         | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True), Tag(":token_id_lists")],
         Discriminator(
-            _kind_of_prompt, "prompt_type", "Input should be a string, token ids, or a list of one kind of these"
+            kind_of_prompt, "prompt_type", "Input should be a string, token ids, or a list of one kind of these"
         ),
     ]
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
