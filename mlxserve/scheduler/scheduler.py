@@ -18,16 +18,14 @@ from mlxserve.errors import EngineError, InvalidParameter, QueueFull
 from mlxserve.kv.manager import KVManager, PrefixHit
 from mlxserve.scheduler.budget import PrefillBudget, StepForecast
 from mlxserve.scheduler.checks import check_length, check_queues
+from mlxserve.scheduler.chunks import ChunkGrants
 from mlxserve.scheduler.drafting import NO_DRAFTS, Drafting
 from mlxserve.scheduler.plan import Flight, Plan, decode_row, prefill_chunk, request_output
+from mlxserve.scheduler.totals import Totals
 from mlxserve.scheduler.waiting_queue import WaitingQueue
 
 MAX_BYPASSED = 8
 """How often newer requests may start before one that waits for blocks, and how many such are passed over in a step."""
-MIN_SHARE = 64
-"""Prompt tokens that are not split between two prompts: each chunk has a cost of its own."""
-MIN_RETRY_AFTER = 1.0
-MAX_RETRY_AFTER = 60.0
 
 
 class Scheduler:
@@ -48,20 +46,14 @@ class Scheduler:
         self._kv = kv
         self._budget = budget
         self._drafting = drafting or Drafting(budget, takes_drafts=False)
+        self._grants = ChunkGrants(budget, kv.block_size, config.max_num_seqs)
         self._requests: dict[str, Request] = {}
         self._waiting = WaitingQueue()
         self._running: list[Request] = []
         self._flights: dict[int, Flight] = {}
         self._finished: list[RequestOutput] = []
         self._released: list[str] = []
-        self._num_steps = 0
-        self._num_preemptions = 0
-        self._num_prefix_queried_tokens = 0
-        self._num_prefix_hit_tokens = 0
-        self._num_evicted_before = 0
-        """Blocks evicted by the schedulers whose requests this one took over."""
-        self._finish_interval = MIN_RETRY_AFTER
-        self._last_finish: float | None = None
+        self._totals = Totals()
         self._found_nothing = False
 
     @property
@@ -98,10 +90,9 @@ class Scheduler:
         check_length(request, self.max_total_tokens)
         # A burst may come in before any step could start some of it.
         if len(self._requests) >= self._config.max_num_seqs + self._config.max_queue:
-            retry_after = min(max(self._finish_interval, MIN_RETRY_AFTER), MAX_RETRY_AFTER)
             raise QueueFull(
                 f"{len(self._requests)} requests are running or waiting, the most this server takes; try again later",
-                retry_after=retry_after,
+                retry_after=self._totals.retry_after,
             )
         self._requests[request.request_id] = request
         self._waiting.add(request)
@@ -142,12 +133,12 @@ class Scheduler:
         # Prompts, oldest first; none takes all, so that a short one need not wait for a long one.
         for request in self._running:
             if not request.is_stream:
-                self._grant_chunk(plan, request, is_share=True)
+                self._grants.grant(plan, request, num_requests=len(self._requests))
         self._admit_waiting(plan)
 
         # What nobody else wanted goes to the oldest.
         for request in tuple(plan.chunk_ends):
-            self._grant_chunk(plan, request, is_share=False)
+            self._grants.grant(plan, request, num_requests=None)
 
         # Whoever needs a block has it by now.
         plan.loads.extend(self._kv.plan_loads(num_running=len(self._running)))
@@ -273,13 +264,9 @@ class Scheduler:
                 request.num_preemptions += 1
             self._requests[request.request_id] = request
             self._waiting.add(request)
-        self._num_steps = failed._num_steps
-        self._num_preemptions = failed._num_preemptions
-        self._num_prefix_queried_tokens = failed._num_prefix_queried_tokens
-        self._num_prefix_hit_tokens = failed._num_prefix_hit_tokens
         self._drafting = failed._drafting
-        self._num_evicted_before = failed._num_evicted_before + failed._kv.num_evicted_blocks
-        self._finish_interval, self._last_finish = failed._finish_interval, failed._last_finish
+        self._totals = failed._totals
+        self._totals.num_evicted_before += failed._kv.num_evicted_blocks
         return outputs
 
     def stats(self) -> EngineStats:
@@ -289,14 +276,14 @@ class Scheduler:
             num_blocks_used=self._kv.num_used_blocks,
             num_blocks_cached=self._kv.num_cached_blocks,
             max_blocks=self._kv.max_blocks,
-            num_steps=self._num_steps,
-            num_preemptions=self._num_preemptions,
-            num_prefix_queried_tokens=self._num_prefix_queried_tokens,
-            num_prefix_hit_tokens=self._num_prefix_hit_tokens,
+            num_steps=self._totals.num_steps,
+            num_preemptions=self._totals.num_preemptions,
+            num_prefix_queried_tokens=self._totals.num_prefix_queried_tokens,
+            num_prefix_hit_tokens=self._totals.num_prefix_hit_tokens,
             num_draft_tokens=self._drafting.num_draft_tokens,
             num_accepted_tokens=self._drafting.num_accepted_tokens,
             disk=self._kv.disk_stats,
-            num_evicted_blocks=self._num_evicted_before + self._kv.num_evicted_blocks,
+            num_evicted_blocks=self._totals.num_evicted_before + self._kv.num_evicted_blocks,
             num_blocks_shared=self._kv.num_shared_blocks,
         )
 
@@ -333,33 +320,6 @@ class Scheduler:
                 plan.drafts[request] = drafts = drafts.cut(spare - request.num_tokens)
             self._kv.extend(request, request.num_tokens + len(drafts))
 
-    def _grant_chunk(self, plan: Plan, request: Request, *, is_share: bool) -> None:
-        """Plan the request's share of the budget, or all that is left; more than planned before, never less."""
-        start, wanted = request.num_computed_tokens, request.num_prefill_tokens
-        allowed = self._budget.num_tokens(plan.load(without=request), start)
-        if is_share:
-            allowed = min(allowed, self._share(plan, allowed))
-        end = start + min(wanted, allowed)
-        if wanted > allowed:
-            # A chunk that ends with a block publishes all it wrote. A quarter of a chunk is not too much for that.
-            aligned = end - end % self._kv.block_size
-            end = aligned if end - aligned <= allowed // 4 else end
-        if end > start or wanted == 0:
-            plan.chunk_ends[request] = max(end, plan.chunk_ends.get(request, end))
-
-    def _share(self, plan: Plan, num_left: int) -> int:
-        """How many of the `num_left` tokens that the step may still prefill the next prompt in turn may take.
-
-        Beside streams half of them: the oldest soon streams too. While nobody streams all prompts advance side by side:
-        prompts that came together begin to stream together, and then decode as one batch. One that began before the
-        others would have each of them wait for its steps, which take hardly less for one row than for all.
-        """
-        min_share = min(MIN_SHARE, self._budget.max_prefill_tokens // 2)
-        if plan.streams:
-            return max(num_left // 2, min_share)
-        num_prompts = min(len(self._requests), self._config.max_num_seqs)
-        return max(self._budget.max_prefill_tokens // num_prompts, min_share)
-
     def _admit_waiting(self, plan: Plan) -> None:
         passed_over: list[Request] = []
         for request in self._waiting:
@@ -379,7 +339,7 @@ class Scheduler:
 
     def _can_start(self, plan: Plan, request: Request, hit: PrefixHit) -> bool:
         needs_chunk = request.num_tokens - hit.num_tokens > (request.pooling is None)
-        if needs_chunk and self._budget.num_tokens(plan.load(), hit.num_tokens) == 0:
+        if needs_chunk and not self._grants.has_room(plan, hit.num_tokens):
             return False
         # A block in reserve for each running request: who starts with the last one is preempted in the next step.
         return self._kv.can_admit(request, hit, reserve=len(self._running))
@@ -394,9 +354,9 @@ class Scheduler:
         if request.num_preemptions == 0:
             request.first_scheduled_time = plan.now
             request.num_cached_tokens = hit.num_tokens
-            self._num_prefix_queried_tokens += request.num_tokens
-            self._num_prefix_hit_tokens += hit.num_tokens
-        self._grant_chunk(plan, request, is_share=True)
+            self._totals.num_prefix_queried_tokens += request.num_tokens
+            self._totals.num_prefix_hit_tokens += hit.num_tokens
+        self._grants.grant(plan, request, num_requests=len(self._requests))
 
     def _give_out(self, plan: Plan) -> ScheduledStep:
         flight = Flight(chunks=plan.chunks(), rows=plan.rows())
@@ -421,7 +381,7 @@ class Scheduler:
         decode: Sequence[DecodeRow],
     ) -> ScheduledStep:
         step = ScheduledStep(
-            step_id=self._num_steps,
+            step_id=self._totals.num_steps,
             copies=tuple(plan.copies),
             prefill=tuple(prefill),
             decode=tuple(decode),
@@ -432,7 +392,7 @@ class Scheduler:
         )
         self._flights[step.step_id] = flight
         self._released = []
-        self._num_steps += 1
+        self._totals.num_steps += 1
         return step
 
     # --- the ends of a request ---
@@ -454,9 +414,7 @@ class Scheduler:
         self._drafting.finish_row(row, request, num_accepted=min(num_appended, len(tokens) - 1))
         if reason is not None:
             self._finish(request, reason)
-            if self._last_finish is not None:
-                self._finish_interval = 0.8 * self._finish_interval + 0.2 * (now - self._last_finish)
-            self._last_finish = now
+            self._totals.note_finish(now)
         return request_output(request, tokens[:num_appended])
 
     def _preempt(self, request: Request) -> None:
@@ -466,7 +424,7 @@ class Scheduler:
         request.status = RequestStatus.WAITING
         request.restart()
         request.num_preemptions += 1
-        self._num_preemptions += 1
+        self._totals.num_preemptions += 1
         self._waiting.add(request)
         self._released.append(request.request_id)
 
