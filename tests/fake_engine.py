@@ -61,6 +61,8 @@ class Script:
     """What is thought before `text`."""
     tool_calls: tuple[tuple[str, str], ...] = ()
     """Names and arguments of the calls after `text`."""
+    full_after: int | None = None
+    """So many tokens fit into the context behind the prompt."""
     endless: bool = False
     """Say `text` over and over until cancelled."""
     load: Gate | None = None
@@ -271,7 +273,8 @@ class FakeGeneration:
             if stop in text:
                 text, stop_string = text[: text.index(stop)], stop
         calls = () if stop_string else self._script.tool_calls
-        limit = self._request.sampling.max_tokens
+        limits = [self._request.sampling.max_tokens, self._script.full_after]
+        limit = min((each for each in limits if each is not None), default=None)
         num_tokens = 0
         while True:
             for delta in self._deltas(text, calls):

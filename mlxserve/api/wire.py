@@ -101,7 +101,7 @@ def _invalid_parameter(error: ValidationError, path: Callable[[Location], str]) 
 
 
 async def read_body(
-    request: Request, schema: type[Schema], max_bytes: int, path: Callable[[Location], str] = bracketed
+    request: Request, schema: type[Schema], max_bytes: int, *, path: Callable[[Location], str] = bracketed
 ) -> Schema:
     """The body of a request.
 

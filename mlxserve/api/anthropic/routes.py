@@ -80,7 +80,7 @@ class AnthropicRoutes:
         return error_response(error, request.state.request_id)
 
     async def _read(self, request: Request, schema: type[Body]) -> Body:
-        return await read_body(request, schema, self._max_body_bytes, dotted)
+        return await read_body(request, schema, self._max_body_bytes, path=dotted)
 
     async def _count(self, body: CountTokensRequest) -> int:
         lease = await self._host.acquire(body.model)

@@ -96,7 +96,10 @@ class PromptFields(WireModel):
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Text | None = None
     tools: (
-        Annotated[list[Annotated[Tool, BeforeValidator(_refuse_other_tools)]], Field(max_length=MAX_TOOLS)] | None
+        Annotated[
+            list[Annotated[Tool, BeforeValidator(_refuse_other_tools)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+        ]
+        | None
     ) = None
     tool_choice: ToolChoice | None = None
     thinking: ThinkingConfig | None = None
