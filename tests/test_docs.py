@@ -10,8 +10,13 @@ from typing import Any
 import pytest
 import typer
 from pydantic import ValidationError
+from starlette.exceptions import HTTPException
 
+from mlxserve import errors
 from mlxserve.api import failures, wire
+from mlxserve.api.anthropic import blocks, schema
+from mlxserve.api.anthropic.convert import generation_request
+from mlxserve.api.anthropic.errors import error_object, error_response
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.convert import chat_request
 from mlxserve.api.openai.embeddings import EmbeddingsRequest
@@ -37,6 +42,7 @@ from mlxserve.text import json_schema
 
 ROOT = Path(__file__).parent.parent
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+ANTHROPIC = (ROOT / "docs" / "anthropic.md").read_text(encoding="utf-8")
 CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
@@ -90,7 +96,24 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     JsonSchemaFormat: below("response_format.json_schema.", STRUCTURED),
     StructuredOutputs: below("structured_outputs.", STRUCTURED),
     EmbeddingsRequest: by_name(table(API, "## Embeddings")),
+    schema.PromptFields: by_name(table(ANTHROPIC, "### Prompt")),
+    schema.CountTokensRequest: {},
+    schema.MessagesRequest: by_name(table(ANTHROPIC, "### Generation")),
+    schema.Message: by_name(table(ANTHROPIC, "### Anthropic messages")),
+    schema.Tool: by_name(table(ANTHROPIC, "### Anthropic tools")),
+    schema.ToolChoice: by_name(table(ANTHROPIC, "### tool_choice")),
+    schema.ThinkingConfig: by_name(table(ANTHROPIC, "### thinking")),
+    schema.OutputConfig: by_name(table(ANTHROPIC, "### output_config")),
+    schema.OutputFormat: by_name(table(ANTHROPIC, "### output_config.format")),
+    blocks.CacheControl: by_name(table(ANTHROPIC, "### cache_control")),
+    blocks.TextBlock: by_name(table(ANTHROPIC, "### Text blocks")),
+    blocks.ThinkingBlock: by_name(table(ANTHROPIC, "### Thinking blocks")),
+    blocks.RedactedThinkingBlock: by_name(table(ANTHROPIC, "### Redacted thinking blocks")),
+    blocks.ToolUseBlock: by_name(table(ANTHROPIC, "### Tool use blocks")),
+    blocks.ToolResultBlock: by_name(table(ANTHROPIC, "### Tool result blocks")),
 }
+SHARED = (CompletionFields, schema.PromptFields)
+"""Models whose fields are documented once for those made from them."""
 ROWS = [(model, name, row) for model, rows in DOCUMENTED.items() for name, row in rows.items()]
 
 
@@ -144,7 +167,7 @@ def test_every_model_has_its_table() -> None:
 
 @pytest.mark.parametrize("model", DOCUMENTED)
 def test_tables_have_exactly_the_fields_of_the_schema(model: type[WireModel]) -> None:
-    inherited = fields(CompletionFields) if model in CompletionFields.__subclasses__() else set()
+    inherited = {name for shared in SHARED if model in shared.__subclasses__() for name in fields(shared)}
     assert set(DOCUMENTED[model]) == fields(model) - inherited
 
 
@@ -181,6 +204,36 @@ def test_fields_without_effect_change_no_request() -> None:
     fields = {name: samples[row[2]] for part in rows for name, row in part.items() if row[1] == "no effect"}
     assert len(fields) > 5
     assert chat_request(ChatCompletionRequest.model_validate(plain | fields), "id", {}) == expected
+
+
+def test_anthropic_fields_without_effect_change_no_request() -> None:
+    samples = {"string": "x", "object": {"a": "b"}, "boolean": True, "`auto`, `standard_only`": "auto"}
+    cached = {"cache_control": {"type": "ephemeral", "ttl": "5m", "scope": "global"}}
+    plain: dict[str, Any] = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "Hi"}]}
+    plain["tools"] = [{"name": "look", "input_schema": {}}]
+    rows = {**DOCUMENTED[schema.PromptFields], **DOCUMENTED[schema.MessagesRequest]}
+    given = {name: samples[row[2]] for name, row in rows.items() if row[1] == "no effect" and name not in cached}
+    assert len(given) > 3
+    tool = {name: samples[row[2]] for name, row in DOCUMENTED[schema.Tool].items() if row[1] == "no effect"} | cached
+    full = plain | given | cached | {"tools": [plain["tools"][0] | tool]}
+    expected, found = (
+        generation_request(schema.MessagesRequest.model_validate(body), "id", {}) for body in (plain, full)
+    )
+    assert found == expected
+
+
+def test_anthropic_errors_are_the_documented_ones() -> None:
+    documented = {
+        (status, code(row[1])[0]) for row in table(ANTHROPIC, "## Anthropic errors") for status in row[0].split(", ")
+    }
+    every = [errors.QueueFull("m", retry_after=1), HTTPException(403), HTTPException(405), HTTPException(413)]
+    every += [HTTPException(401), HTTPException(415), errors.RequestError("m"), errors.ModelNotFound("m", model="m")]
+    every += [errors.EngineError("m"), errors.EngineDead("m"), errors.RequestTimeout("m")]
+    found = set()
+    for error in every:
+        status = str(error_response(error, "id").status_code)
+        found.add((status, error_object(error, "id")["error"]["type"]))
+    assert found == documented
 
 
 def test_errors_are_the_documented_ones() -> None:

@@ -15,7 +15,7 @@ class CacheControl(WireModel):
     """Where the client would have a cached prefix end. Every prefix is cached here, so it has no effect."""
 
     type: Literal["ephemeral"]
-    ttl: Literal["5m", "1h"] | None = None
+    ttl: str | None = None
     scope: str | None = None
 
 
