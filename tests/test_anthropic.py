@@ -274,8 +274,9 @@ class TestTools:
         assert reply["content"][0]["input"] == {}
         host.script.tool_calls = (("get_weather", '{"city": "Berlin", "day": 1'),)
         assert message(http, tools=[WEATHER], max_tokens=22)["content"][0]["input"] == {"city": "Berlin"}
-        host.script.tool_calls = (("get_weather", "no JSON"),)
-        assert message(http, tools=[WEATHER])["content"][0]["input"] == {}
+        for arguments in ("no JSON", "[1]", '{"day": NaN}', '{"day": 1e999}', '{"city": "\\ud800"}'):
+            host.script.tool_calls = (("get_weather", arguments),)
+            assert message(http, tools=[WEATHER])["content"][0]["input"] == {}
 
     @pytest.mark.parametrize("call_id", ["call_ab-1", "call-ab-1", "toolu_ab-1", "ab-1"])
     def test_ids_look_like_anthropics(self, call_id: str) -> None:

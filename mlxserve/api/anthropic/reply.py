@@ -4,6 +4,7 @@ A block is a run of events of one kind: text, thinking, or one tool call.
 """
 
 import hashlib
+import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,8 @@ def _parsed(arguments: str) -> WireObject:
     """The arguments of a call; of one that was cut off, as far as they go, as clients read them from a stream."""
     try:
         parsed = from_json(arguments, allow_partial=True)
+        # Numbers may be infinite to Python, which JSON has no way to say.
+        json.dumps(parsed, allow_nan=False)
     except ValueError:
         return {}
     return parsed if isinstance(parsed, dict) else {}
