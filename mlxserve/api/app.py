@@ -15,6 +15,7 @@ from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.models import model_routes
+from mlxserve.api.openai.responses.routes import ResponseRoutes
 from mlxserve.api.openai.routes import OpenAIRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
@@ -42,6 +43,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    responses = ResponseRoutes(host, max_body_bytes=config.max_body_bytes)
     anthropic = AnthropicRoutes(host, max_body_bytes=config.max_body_bytes)
     debug = DebugRoutes(host)
     page = PageRoutes(read_files())
@@ -52,6 +54,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             *debug.routes(),
             *model_routes(openai, anthropic),
             *openai.routes(),
+            *responses.routes(),
             *anthropic.routes(),
             *page.routes(),
         ],
