@@ -21,6 +21,10 @@ from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.convert import chat_request
 from mlxserve.api.openai.embeddings import EmbeddingsRequest
 from mlxserve.api.openai.reply import timings_object
+from mlxserve.api.openai.responses import convert as response_convert
+from mlxserve.api.openai.responses import items as response_items
+from mlxserve.api.openai.responses import schema as responses
+from mlxserve.api.openai.responses import tools as response_tools
 from mlxserve.api.openai.schema import (
     ChatCompletionRequest,
     CompletionFields,
@@ -43,6 +47,7 @@ from mlxserve.text import json_schema
 ROOT = Path(__file__).parent.parent
 API = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
 ANTHROPIC = (ROOT / "docs" / "anthropic.md").read_text(encoding="utf-8")
+RESPONSES = (ROOT / "docs" / "responses.md").read_text(encoding="utf-8")
 CLI = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
@@ -111,8 +116,26 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     blocks.RedactedThinkingBlock: by_name(table(ANTHROPIC, "### Redacted thinking blocks")),
     blocks.ToolUseBlock: by_name(table(ANTHROPIC, "### Tool use blocks")),
     blocks.ToolResultBlock: by_name(table(ANTHROPIC, "### Tool result blocks")),
+    responses.PromptFields: by_name(table(RESPONSES, "### Response prompt")),
+    responses.InputTokensRequest: {},
+    responses.ResponseRequest: by_name(table(RESPONSES, "### Response generation")),
+    responses.ReasoningConfig: by_name(table(RESPONSES, "### Response reasoning")),
+    responses.TextConfig: by_name(table(RESPONSES, "### Response text")),
+    responses.TextFormat: by_name(table(RESPONSES, "### Response text format")),
+    responses.StreamOptions: by_name(table(RESPONSES, "### Response stream_options")),
+    response_items.MessageItem: by_name(table(RESPONSES, "#### Message items")),
+    response_items.TextPart: by_name(table(RESPONSES, "#### Text parts")),
+    response_items.ReasoningItem: by_name(table(RESPONSES, "#### Reasoning items")),
+    response_items.ThoughtPart: by_name(table(RESPONSES, "#### Thoughts")),
+    response_items.FunctionCallItem: by_name(table(RESPONSES, "#### Function call items")),
+    response_items.FunctionCallOutputItem: by_name(table(RESPONSES, "#### Function call output items")),
+    response_tools.FunctionTool: by_name(table(RESPONSES, "### Function tools")),
+    response_tools.NamespaceTool: by_name(table(RESPONSES, "### Namespaces")),
+    response_tools.ForeignTool: by_name(table(RESPONSES, "### Other tools")),
+    response_tools.NamedFunction: by_name(table(RESPONSES, "### Named functions")),
+    response_tools.AllowedTools: by_name(table(RESPONSES, "### Allowed tools")),
 }
-SHARED = (CompletionFields, schema.PromptFields)
+SHARED = (CompletionFields, schema.PromptFields, responses.PromptFields)
 """Models whose fields are documented once for those made from them."""
 ROWS = [(model, name, row) for model, rows in DOCUMENTED.items() for name, row in rows.items()]
 
@@ -220,6 +243,21 @@ def test_anthropic_fields_without_effect_change_no_request() -> None:
         generation_request(schema.MessagesRequest.model_validate(body), "id", {}) for body in (plain, full)
     )
     assert found == expected
+
+
+def test_response_fields_without_effect_change_no_request() -> None:
+    samples = {"string": "x", "object": {"a": "b"}, "integer": 3, "list of strings": ["x"]}
+    rows = DOCUMENTED[responses.ResponseRequest]
+    given = {name: samples[row[2]] for name, row in rows.items() if row[1] == "no effect"}
+    assert len(given) > 5
+    bodies = [responses.ResponseRequest.model_validate({"model": "m", "input": "Hi"} | more) for more in ({}, given)]
+    requests = [
+        response_convert.generation_request(
+            body, response_convert.chat_prompt(body, (), response_convert.request_toolbox(body)), "id", {}
+        )
+        for body in bodies
+    ]
+    assert requests[0] == requests[1]
 
 
 def test_anthropic_errors_are_the_documented_ones() -> None:

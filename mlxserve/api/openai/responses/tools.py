@@ -52,21 +52,6 @@ def _tool_type(value: Any) -> str | None:
     return ":foreign" if kind in _FOREIGN else f":{kind}" if kind in ("function", "namespace") else None
 
 
-class NamespaceTool(WireModel):
-    type: Literal["namespace"]
-    name: Name
-    description: str | None = None
-    tools: Annotated[
-        list[
-            Annotated[
-                Annotated[FunctionTool, Tag(":function")] | Annotated[ForeignTool, Tag(":foreign")],
-                Discriminator(_tool_type, "tool_type", "Input should be a function"),
-            ]
-        ],
-        Field(max_length=MAX_TOOLS, fail_fast=True),
-    ]
-
-
 def _refuse_other_tools(tool: Any) -> Any:
     kind = tool.get("type") if isinstance(tool, Mapping) else None
     if isinstance(kind, str) and kind not in ("function", "namespace", *_FOREIGN):
@@ -76,6 +61,21 @@ def _refuse_other_tools(tool: Any) -> Any:
             {"kind": repr(kind[:40])},
         )
     return tool
+
+
+InnerTool = Annotated[
+    Annotated[FunctionTool, Tag(":function")] | Annotated[ForeignTool, Tag(":foreign")],
+    Discriminator(_tool_type, "tool_type", "Input should be a function: an object with a type"),
+]
+
+
+class NamespaceTool(WireModel):
+    type: Literal["namespace"]
+    name: Name
+    description: str | None = None
+    tools: Annotated[
+        list[Annotated[InnerTool, BeforeValidator(_refuse_other_tools)]], Field(max_length=MAX_TOOLS, fail_fast=True)
+    ]
 
 
 Tool = Annotated[
