@@ -16,11 +16,14 @@ from mlxserve.core.generation import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    Prompt,
     PromptLogprobs,
+    ReasoningDelta,
     TextDelta,
     TextPrompt,
     Timings,
     TokenPrompt,
+    ToolCallDelta,
     Usage,
 )
 from mlxserve.core.request import FinishReason
@@ -54,6 +57,12 @@ class Script:
     """What happens to the requests of a test."""
 
     text: str = "Hello, world!"
+    reasoning: str = ""
+    """What is thought before `text`."""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """Names and arguments of the calls after `text`."""
+    full_after: int | None = None
+    """So many tokens fit into the context behind the prompt."""
     endless: bool = False
     """Say `text` over and over until cancelled."""
     load: Gate | None = None
@@ -173,13 +182,17 @@ class FakeModel:
             samples.append(FakeGeneration(sample, self._host.script, self._host, index))
         return samples
 
+    async def count_tokens(self, prompt: Prompt) -> int:
+        await self._host._pass(self._host.script.tokenise, "count")
+        return num_prompt_tokens(prompt)
+
     async def generate(self, request: GenerationRequest) -> "FakeGeneration":
         script = self._host.script
         self._host.requests.append(request)
         await self._host._pass(script.tokenise, request.request_id)
         if script.refusal is not None:
             raise script.refusal
-        num_tokens = num_prompt_tokens(request)
+        num_tokens = num_prompt_tokens(request.prompt)
         if num_tokens >= CONTEXT_LENGTH:
             raise ContextLengthExceeded(
                 f"the prompt has {num_tokens} tokens, the model takes {CONTEXT_LENGTH}",
@@ -189,8 +202,8 @@ class FakeModel:
         return FakeGeneration(request, script, self._host)
 
 
-def num_prompt_tokens(request: GenerationRequest) -> int:
-    match request.prompt:
+def num_prompt_tokens(prompt: Prompt) -> int:
+    match prompt:
         case ChatPrompt(messages=messages):
             return sum(len(message["content"].encode()) for message in messages)
         case TextPrompt(text=text):
@@ -221,7 +234,7 @@ class FakeLease:
 class FakeGeneration:
     def __init__(self, request: GenerationRequest, script: Script, host: FakeHost, index: int = 0) -> None:
         self.request_id = request.request_id
-        self.num_prompt_tokens = num_prompt_tokens(request)
+        self.num_prompt_tokens = num_prompt_tokens(request.prompt)
         self._request = request
         self._script = script
         self._host = host
@@ -259,16 +272,17 @@ class FakeGeneration:
         for stop in self._request.stop:
             if stop in text:
                 text, stop_string = text[: text.index(stop)], stop
-        limit = self._request.sampling.max_tokens
+        calls = () if stop_string else self._script.tool_calls
+        limits = [self._request.sampling.max_tokens, self._script.full_after]
+        limit = min((each for each in limits if each is not None), default=None)
         num_tokens = 0
         while True:
-            for character in text:
-                tokens = tuple(map(self._token, character.encode()))
-                if limit is not None and num_tokens + len(tokens) > limit:
+            for delta in self._deltas(text, calls):
+                if limit is not None and num_tokens + len(delta.tokens) > limit:
                     reason = FinishReason.LENGTH
                     break
-                num_tokens += len(tokens)
-                yield TextDelta(character, tokens)
+                num_tokens += len(delta.tokens)
+                yield delta
             if not self._script.endless:
                 break
             await asyncio.sleep(0.001)
@@ -278,8 +292,25 @@ class FakeGeneration:
         if not self._script.finishes:
             return
         num_cached_tokens = self.num_prompt_tokens - 1 if self._index else self._script.num_cached_tokens
-        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens)
-        yield Finished(reason, stop_string, usage, TIMINGS)
+        num_reasoning_tokens = min(num_tokens, len(self._script.reasoning.encode()))
+        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens, num_reasoning_tokens=num_reasoning_tokens)
+        yield Finished(reason, stop_string, usage, TIMINGS, len(calls))
+
+    def _deltas(
+        self, text: str, calls: tuple[tuple[str, str], ...]
+    ) -> Iterator[TextDelta | ReasoningDelta | ToolCallDelta]:
+        """Thoughts, text and calls, a character each; a call begins with its name, which costs nothing."""
+        for character in self._script.reasoning:
+            yield ReasoningDelta(character, self._tokens(character))
+        for character in text:
+            yield TextDelta(character, self._tokens(character))
+        for index, (name, arguments) in enumerate(calls):
+            yield ToolCallDelta(index, f"call_{index}", name, "", ())
+            for character in arguments:
+                yield ToolCallDelta(index, f"call_{index}", None, character, self._tokens(character))
+
+    def _tokens(self, text: str) -> tuple[SampledToken, ...]:
+        return tuple(map(self._token, text.encode()))
 
     def _token(self, byte: int) -> SampledToken:
         """Every token has half the probability, the next `k` byte values have less and less."""

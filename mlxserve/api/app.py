@@ -10,9 +10,12 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxserve.api.anthropic.routes import AnthropicRoutes
 from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
+from mlxserve.api.models import model_routes
+from mlxserve.api.openai.responses.routes import ResponseRoutes
 from mlxserve.api.openai.routes import OpenAIRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
@@ -40,6 +43,8 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    responses = ResponseRoutes(host, max_body_bytes=config.max_body_bytes)
+    anthropic = AnthropicRoutes(host, max_body_bytes=config.max_body_bytes)
     debug = DebugRoutes(host)
     page = PageRoutes(read_files())
     app = Starlette(
@@ -47,7 +52,10 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             Route("/health", health),
             Route("/metrics", scrape),
             *debug.routes(),
+            *model_routes(openai, anthropic),
             *openai.routes(),
+            *responses.routes(),
+            *anthropic.routes(),
             *page.routes(),
         ],
         middleware=[
@@ -69,7 +77,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"{request.method} {request.url.path} is not part of this API."
         error = HTTPException(error.status_code, detail, headers=error.headers)
-    return error_response(error, request.url.path)
+    return error_response(error, request.scope)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

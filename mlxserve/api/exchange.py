@@ -219,8 +219,8 @@ class Exchange:
             self._lease.release()
 
 
-def reply_id(request: Request, prefix: str) -> str:
+def reply_id(request: Request, prefix: str, separator: str = "-") -> str:
     """The id of a reply, which the request goes by from now on."""
-    request_id = f"{prefix}-{request.state.request_id.removeprefix('req-')}"
+    request_id = f"{prefix}{separator}{request.state.request_id.removeprefix('req-')}"
     request.state.request_id = request_id
     return request_id

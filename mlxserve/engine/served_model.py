@@ -13,6 +13,7 @@ from mlxserve.core.constraint import TokenConstraint
 from mlxserve.core.generation import (
     ChatPrompt,
     GenerationRequest,
+    Prompt,
     Timings,
     Usage,
 )
@@ -161,6 +162,15 @@ class ServedModel:
             raise
         self._journal.drop(trace)
         return generations
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, whether it fits or not.
+
+        Raises:
+            InvalidParameter: as generate().
+        """
+        loop = asyncio.get_running_loop()
+        return len(await loop.run_in_executor(self._executor, encode_prompt, self.tokenizer, prompt))
 
     async def _admit(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> list[Generation]:
         self._check_alive()
