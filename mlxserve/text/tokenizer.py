@@ -74,6 +74,11 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that the vocabulary writes so; None if there is none."""
+        found: int | None = self._backend.token_to_id(token)
+        return found
+
     def min_num_tokens(self, text: str) -> int:
         """A lower bound of len(encode(text)), at the cost of a copy of the text.
 
