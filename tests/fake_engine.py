@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,11 +16,16 @@ from mlxserve.core.generation import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    InfillPrompt,
+    PrefillProgress,
+    Prompt,
     PromptLogprobs,
+    ReasoningDelta,
     TextDelta,
     TextPrompt,
     Timings,
     TokenPrompt,
+    ToolCallDelta,
     Usage,
 )
 from mlxserve.core.request import FinishReason
@@ -54,6 +59,10 @@ class Script:
     """What happens to the requests of a test."""
 
     text: str = "Hello, world!"
+    reasoning: str = ""
+    """What is thought before `text`."""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """Names and arguments of the calls after `text`."""
     endless: bool = False
     """Say `text` over and over until cancelled."""
     load: Gate | None = None
@@ -94,6 +103,19 @@ class ByteTokenizer:
         return bytes([token_id])
 
 
+class ByteTexts:
+    """engine.text_service.TextService without a tokenizer; its special token is 0."""
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        return [0] * add_special_tokens + list(text.encode())
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in prompt.messages)
+
+
 @dataclass
 class FakeHost:
     """The methods of engine.model_host.ModelHost that the API uses."""
@@ -102,6 +124,8 @@ class FakeHost:
     names: tuple[str, ...] = ("fake", "org/fake-4bit")
     default_sampling: dict[str, float | int] = field(default_factory=dict)
     healthy: bool = True
+    keep_alives: list[float | None] = field(default_factory=list)
+    """What each lease was asked for with."""
     requests: list[GenerationRequest] = field(default_factory=list)
     """Every request that reached generate()."""
     abandoned: list[str] = field(default_factory=list)
@@ -123,6 +147,7 @@ class FakeHost:
         return FakeModel(name, self)
 
     async def acquire(self, name: str, *, keep_alive: float | None = None) -> "FakeLease":
+        self.keep_alives.append(keep_alive)
         lease = FakeLease(await self.get(name), self)
         self.leases.append(lease)
         return lease
@@ -139,6 +164,7 @@ class FakeHost:
     def reset(self) -> None:
         self.script = Script()
         self.default_sampling = {}
+        self.keep_alives.clear()
         self.requests.clear()
         self.abandoned.clear()
         self.cancelled.clear()
@@ -155,6 +181,7 @@ class FakeHost:
 class FakeModel:
     context_length = CONTEXT_LENGTH
     tokenizer = ByteTokenizer()
+    text = ByteTexts()
 
     def __init__(self, name: str, host: FakeHost) -> None:
         self.name = name
@@ -179,7 +206,7 @@ class FakeModel:
         await self._host._pass(script.tokenise, request.request_id)
         if script.refusal is not None:
             raise script.refusal
-        num_tokens = num_prompt_tokens(request)
+        num_tokens = num_prompt_tokens(request.prompt)
         if num_tokens >= CONTEXT_LENGTH:
             raise ContextLengthExceeded(
                 f"the prompt has {num_tokens} tokens, the model takes {CONTEXT_LENGTH}",
@@ -189,12 +216,14 @@ class FakeModel:
         return FakeGeneration(request, script, self._host)
 
 
-def num_prompt_tokens(request: GenerationRequest) -> int:
-    match request.prompt:
+def num_prompt_tokens(prompt: Prompt) -> int:
+    match prompt:
         case ChatPrompt(messages=messages):
             return sum(len(message["content"].encode()) for message in messages)
         case TextPrompt(text=text):
             return len(text.encode())
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            return len((prefix + suffix).encode())
         case TokenPrompt(token_ids=token_ids):
             return len(token_ids)
 
@@ -221,7 +250,7 @@ class FakeLease:
 class FakeGeneration:
     def __init__(self, request: GenerationRequest, script: Script, host: FakeHost, index: int = 0) -> None:
         self.request_id = request.request_id
-        self.num_prompt_tokens = num_prompt_tokens(request)
+        self.num_prompt_tokens = num_prompt_tokens(request.prompt)
         self._request = request
         self._script = script
         self._host = host
@@ -251,6 +280,11 @@ class FakeGeneration:
         if self._script.first_token is not None:
             await self._script.first_token.wait()
         text, reason, stop_string = self._text, FinishReason.STOP, None
+        if self._request.wants_progress:
+            for num_computed in (self.num_prompt_tokens // 2, self.num_prompt_tokens):
+                yield PrefillProgress(
+                    self.num_prompt_tokens, self._script.num_cached_tokens, num_computed, TIMINGS.prefill
+                )
         if self._request.sampling.prompt_logprobs is not None:
             # The samples after the first one are ahead of it.
             await asyncio.sleep(0.02)
@@ -262,13 +296,12 @@ class FakeGeneration:
         limit = self._request.sampling.max_tokens
         num_tokens = 0
         while True:
-            for character in text:
-                tokens = tuple(map(self._token, character.encode()))
-                if limit is not None and num_tokens + len(tokens) > limit:
+            for delta in self._deltas(text):
+                if limit is not None and num_tokens + len(delta.tokens) > limit:
                     reason = FinishReason.LENGTH
                     break
-                num_tokens += len(tokens)
-                yield TextDelta(character, tokens)
+                num_tokens += len(delta.tokens)
+                yield delta
             if not self._script.endless:
                 break
             await asyncio.sleep(0.001)
@@ -278,8 +311,23 @@ class FakeGeneration:
         if not self._script.finishes:
             return
         num_cached_tokens = self.num_prompt_tokens - 1 if self._index else self._script.num_cached_tokens
-        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens)
-        yield Finished(reason, stop_string, usage, TIMINGS)
+        num_reasoning_tokens = min(num_tokens, len(self._script.reasoning.encode()))
+        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens, num_reasoning_tokens=num_reasoning_tokens)
+        yield Finished(reason, stop_string, usage, TIMINGS, len(self._script.tool_calls))
+
+    def _deltas(self, text: str) -> Iterator[TextDelta | ReasoningDelta | ToolCallDelta]:
+        """Thoughts, text and calls, a character each; a call begins with its name, which costs nothing."""
+        for character in self._script.reasoning:
+            yield ReasoningDelta(character, self._tokens(character))
+        for character in text:
+            yield TextDelta(character, self._tokens(character))
+        for index, (name, arguments) in enumerate(self._script.tool_calls):
+            yield ToolCallDelta(index, f"call_{index}", name, "", ())
+            for character in arguments:
+                yield ToolCallDelta(index, f"call_{index}", None, character, self._tokens(character))
+
+    def _tokens(self, text: str) -> tuple[SampledToken, ...]:
+        return tuple(map(self._token, text.encode()))
 
     def _token(self, byte: int) -> SampledToken:
         """Every token has half the probability, the next `k` byte values have less and less."""

@@ -14,6 +14,7 @@ from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.routes import OpenAIRoutes
+from mlxserve.api.openai.text_routes import TextRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
 from mlxserve.api.security import Security
@@ -40,6 +41,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    texts = TextRoutes(host, max_body_bytes=config.max_body_bytes)
     debug = DebugRoutes(host)
     page = PageRoutes(read_files())
     app = Starlette(
@@ -48,6 +50,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             Route("/metrics", scrape),
             *debug.routes(),
             *openai.routes(),
+            *texts.routes(),
             *page.routes(),
         ],
         middleware=[

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 KEEP_ALIVE_SECONDS = 15.0
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": keep-alive\n\n"
 
 # sse-starlette would cut every stream at the first Ctrl-C; the server gives running requests time to finish instead.
 AppStatus.enable_automatic_graceful_drain = False

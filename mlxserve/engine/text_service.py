@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from mlxserve.core.generation import ChatPrompt, Prompt
+from mlxserve.core.generation import ChatPrompt
 from mlxserve.errors import InvalidParameter
-from mlxserve.text.chat_template import encode_prompt, render
+from mlxserve.text.chat_template import render
 from mlxserve.text.plain_text import decode_tokens, encode_text
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -33,20 +33,19 @@ class TextService:
 
     async def detokenize(self, token_ids: Sequence[int]) -> str:
         """The text of tokens, control tokens as the vocabulary writes them."""
+        return await self._run(lambda: self._detokenize(token_ids))
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        """The text that the chat template makes of messages."""
+        return await self._run(lambda: render(self._tokenizer, prompt))
+
+    def _detokenize(self, token_ids: Sequence[int]) -> str:
         for position, token_id in enumerate(token_ids):
             if token_id not in self._tokenizer:
                 raise InvalidParameter(
                     f"token {position} is {token_id}, which this model does not have", param=f"tokens[{position}]"
                 )
-        return await self._run(lambda: decode_tokens(self._tokenizer, token_ids))
-
-    async def encode(self, prompt: Prompt) -> list[int]:
-        """The token ids that generate() would compute for a prompt."""
-        return await self._run(lambda: encode_prompt(self._tokenizer, prompt))
-
-    async def render(self, prompt: ChatPrompt) -> str:
-        """The text that the chat template makes of messages."""
-        return await self._run(lambda: render(self._tokenizer, prompt))
+        return decode_tokens(self._tokenizer, token_ids)
 
     async def _run(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._executor, work)
