@@ -15,19 +15,20 @@ from mlxserve.api import failures, wire
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.convert import chat_request
 from mlxserve.api.openai.embeddings import EmbeddingsRequest
+from mlxserve.api.openai.messages import FunctionCall, Message, TextPart, ToolCall
 from mlxserve.api.openai.reply import timings_object
-from mlxserve.api.openai.schema import (
-    ChatCompletionRequest,
-    CompletionFields,
-    CompletionRequest,
-    FunctionCall,
-    Message,
-    StreamOptions,
-    TextPart,
-    ToolCall,
-    WireModel,
-)
+from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest, StreamOptions
 from mlxserve.api.openai.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from mlxserve.api.openai.text_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from mlxserve.api.openai.tools import (
+    AllowedTools,
+    ChosenTools,
+    FunctionDefinition,
+    FunctionReference,
+    Tool,
+    ToolReference,
+)
+from mlxserve.api.wire import WireModel
 from mlxserve.cli import repl
 from mlxserve.cli.app import app
 from mlxserve.config import EngineConfig, ServerConfig
@@ -77,6 +78,7 @@ def below(prefix: str, heading: str = "### Inside messages and stream_options") 
 
 
 STRUCTURED = "### Structured output"
+TOOLS = "### Tools"
 DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     CompletionFields: by_name(table(API, "### Both kinds of completions")),
     ChatCompletionRequest: by_name(table(API, "### Chat completions")),
@@ -86,6 +88,15 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     ToolCall: below("messages[].tool_calls[]."),
     FunctionCall: below("messages[].tool_calls[].function."),
     StreamOptions: below("stream_options."),
+    Tool: below("tools[].", TOOLS),
+    FunctionDefinition: below("tools[].function.", TOOLS),
+    ChosenTools: below("tool_choice.", TOOLS),
+    FunctionReference: below("tool_choice.function.", TOOLS),
+    AllowedTools: below("tool_choice.allowed_tools.", TOOLS),
+    ToolReference: below("tool_choice.allowed_tools.tools[].", TOOLS),
+    TokenizeRequest: by_name(table(API, "### Tokenize")),
+    DetokenizeRequest: by_name(table(API, "### Detokenize")),
+    ApplyTemplateRequest: by_name(table(API, "### Apply-template")),
     ResponseFormat: below("response_format.", STRUCTURED),
     JsonSchemaFormat: below("response_format.json_schema.", STRUCTURED),
     StructuredOutputs: below("structured_outputs.", STRUCTURED),

@@ -1,9 +1,9 @@
 """The tools of a chat on the wire: what the model may call, and whether it must."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlxserve.api.tool_schema import schema_fault
@@ -40,34 +40,44 @@ class FunctionReference(WireModel):
     name: str
 
 
-class NamedTool(WireModel):
+class ToolReference(WireModel):
     type: Literal["function"]
     function: FunctionReference
 
 
 class AllowedTools(WireModel):
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+    tools: Annotated[list[ToolReference], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
 
 
-class AllowedToolsChoice(WireModel):
-    type: Literal["allowed_tools"]
-    allowed_tools: AllowedTools
+class ChosenTools(WireModel):
+    type: Literal["function", "allowed_tools"]
+    function: FunctionReference | None = None
+    """The one tool to call."""
+    allowed_tools: AllowedTools | None = None
+
+    @model_validator(mode="after")
+    def _what_its_type_says(self) -> Self:
+        for name, value in (("function", self.function), ("allowed_tools", self.allowed_tools)):
+            param = f"tool_choice.{name}"
+            if self.type == name and value is None:
+                raise InvalidParameter(
+                    f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+                )
+            if self.type != name and value is not None:
+                raise InvalidParameter(f"'{param}' does not go with the type {self.type!r}; leave it out.", param=param)
+        return self
 
 
 def _kind_of_choice(value: Any) -> str | None:
     if isinstance(value, str):
         return ":word"
-    if isinstance(value, dict):
-        return ":allowed" if value.get("type") == "allowed_tools" else ":named"
-    return None
+    return ":object" if isinstance(value, dict) else None
 
 
 Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
 Choice = Annotated[
-    Annotated[Literal["none", "auto", "required"], Tag(":word")]
-    | Annotated[NamedTool, Tag(":named")]
-    | Annotated[AllowedToolsChoice, Tag(":allowed")],
+    Annotated[Literal["none", "auto", "required"], Tag(":word")] | Annotated[ChosenTools, Tag(":object")],
     Discriminator(_kind_of_choice, "choice_type", "Input should be a string or an object"),
 ]
 
@@ -76,7 +86,7 @@ class ToolFields(Protocol):
     """What the bodies have that can have tools."""
 
     tools: list[Tool] | None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None
+    tool_choice: Literal["none", "auto", "required"] | ChosenTools | None
     parallel_tool_calls: bool | None
 
 
@@ -93,19 +103,19 @@ def tools_and_choice(body: ToolFields) -> tuple[tuple[dict[str, Any], ...], Tool
             raise InvalidParameter(f"Invalid '{param}': there are two tools of this name.", param=param)
         by_name[tool.function.name] = tool
     mode: Literal["none", "auto", "required"] = "auto"
-    name = None
+    name: str | None = None
     match body.tool_choice:
         case "none" | "auto" | "required" as mode:
             if mode == "required" and not by_name:
                 raise InvalidParameter("'tool_choice' is required and there are no 'tools'.", param="tool_choice")
-        case NamedTool() as choice:
-            mode, name = "required", choice.function.name
+        case ChosenTools(function=FunctionReference(name=name)):
+            mode = "required"
             _check_known([name], by_name, "tool_choice.function.name")
-        case AllowedToolsChoice() as choice:
-            mode = choice.allowed_tools.mode
-            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
-            _check_known(allowed, by_name, "tool_choice.allowed_tools.tools")
-            by_name = {key: tool for key, tool in by_name.items() if key in allowed}
+        case ChosenTools(allowed_tools=AllowedTools() as allowed):
+            mode = allowed.mode
+            names = [tool.function.name for tool in allowed.tools]
+            _check_known(names, by_name, "tool_choice.allowed_tools.tools")
+            by_name = {key: tool for key, tool in by_name.items() if key in names}
     return tuple(map(_template_tool, by_name.values())), ToolChoice(mode, name, body.parallel_tool_calls is not False)
 
 
