@@ -234,6 +234,8 @@ def prompt_bytes(request: GenerationRequest) -> bytes:
             return "".join(message["content"] for message in messages).encode()
         case TextPrompt(text=text):
             return text.encode()
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            return (prefix + suffix).encode()
         case TokenPrompt(token_ids=token_ids):
             return bytes(token_ids)
 

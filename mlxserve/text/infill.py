@@ -101,7 +101,7 @@ def _encode(tokenizer: Tokenizer, text: str, param: str) -> list[int]:
 def _encode_inside(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a text that goes on from another: SentencePiece puts a space before what it takes for a beginning."""
     ids = _encode(tokenizer, text, "suffix")
-    if not ids or text.startswith(" ") or not tokenizer.token_bytes(ids[0]).startswith(b" "):
+    if b"".join(map(tokenizer.token_bytes, ids)) != b" " + text.encode():
         return ids
     # As CodeLlama's and Mistral's own tokenizers do: behind a rare character there is no beginning.
     start, longer = _encode(tokenizer, "☺", "suffix"), _encode(tokenizer, "☺" + text, "suffix")
