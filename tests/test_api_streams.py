@@ -9,7 +9,7 @@ import openai
 import pytest
 from fake_engine import FakeHost, Gate, Script, wait_until
 from helpers_engine import Gate as ThreadGate
-from helpers_engine import Served, held, make_generation_request, on_loop
+from helpers_engine import Served, held, on_loop
 from helpers_engine import serving as engine
 from test_api_disconnect import STREAM, Caller
 from test_api_openai import HELLO, chat, complete, events
@@ -142,19 +142,15 @@ async def progress_of(served: Served, request: GenerationRequest, gate: ThreadGa
     """Of a request whose steps go through one by one, each read before the next."""
     generation = await served.model.generate(request)
     told: list[PrefillProgress] = []
-    seen = 0
     while True:
         await gate.arrival()
         gate.let_go()
         event = await anext(generation)
-        if not isinstance(event, PrefillProgress):
-            assert isinstance(event, TextDelta)
-            break
+        assert isinstance(event, PrefillProgress)
         told.append(event)
         if event.num_computed_tokens == event.num_prompt_tokens:
             assert isinstance(await anext(generation), TextDelta)
             break
-        seen += 1
     gate.open()
     assert [type(event) async for event in generation if isinstance(event, (PrefillProgress, Finished))] == [Finished]
     return told
@@ -183,7 +179,8 @@ async def test_progress_comes_with_every_step_of_the_prompt() -> None:
 @on_loop
 async def test_progress_begins_behind_what_is_cached() -> None:
     async with engine(max_prefill_tokens=8) as served:
-        assert [event async for event in await served.model.generate(make_generation_request("one", LONG_PROMPT))]
+        assert [event async for event in await served.start("one", LONG_PROMPT)]
+        await served.idle()
         with held(ThreadGate()) as gate:
             served.runner.before_step = gate
             told = await progress_of(served, asking(LONG_PROMPT + "the cat sat on the mat, " * 4), gate)
