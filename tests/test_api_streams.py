@@ -137,6 +137,12 @@ class TestProgress:
         told = [chunk["choices"][0]["index"] for chunk in chunks if "prompt_progress" in chunk]
         assert sorted(told) == [0, 0, 1, 1]
 
+    def test_it_does_not_wait_for_the_prompts_logprobs(self, host: FakeHost, http: httpx.Client) -> None:
+        fields = {"stream": True, "return_progress": True, "echo": True, "logprobs": 0, "n": 2}
+        chunks = events(complete(http, **fields))[:-1]
+        told = [chunk["choices"][0]["index"] for chunk in chunks[:4] if "prompt_progress" in chunk]
+        assert sorted(told) == [0, 0, 1, 1]
+
 
 async def progress_of(served: Served, request: GenerationRequest, gate: ThreadGate) -> list[PrefillProgress]:
     """Of a request whose steps go through one by one, each read before the next."""

@@ -1,12 +1,17 @@
 """Filling in the middle: every family's order, and what stands between its tokens."""
 
+import helpers_engine
 import pytest
 import tiny_tokenizers
+from helpers_engine import expected_ids, on_loop, read, serving
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from mlxserve.core.generation import InfillPrompt
+from mlxserve.core.generation import GenerationRequest, InfillPrompt, TokenPrompt
+from mlxserve.core.request import FinishReason
+from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
+from mlxserve.text import infill
 from mlxserve.text.chat_template import encode_prompt
 from mlxserve.text.infill import END_TOKENS, FORMATS, InfillFormat, find_infill_format, infill_end_ids
 from mlxserve.text.tokenizer import Tokenizer
@@ -100,3 +105,21 @@ def test_what_ends_a_middle() -> None:
     expected = {tokenizer.token_id("<|fim_pad|>"), tokenizer.token_id("▁<EOT>")}
     assert infill_end_ids(tokenizer) == expected
     assert len(set(END_TOKENS)) == len(END_TOKENS)
+
+
+@pytest.mark.parametrize("prompt", [InfillPrompt("the", "cat"), TokenPrompt((5, 6, 7))])
+@on_loop
+async def test_they_end_an_answer_to_such_a_prompt_only(
+    prompt: InfillPrompt | TokenPrompt, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(infill, "FORMATS", (InfillFormat("<think>", "</think>", "<|im_start|>"),))
+    tokenizer = helpers_engine.tokenizer()
+    text = shown(tokenizer, expected_ids(encode_prompt(tokenizer, prompt), 20))
+    monkeypatch.setattr(infill, "END_TOKENS", (text[9],))
+    async with serving() as served:
+        request = GenerationRequest("r", prompt, SamplingParams(temperature=0.0, max_tokens=20))
+        answer = await read(await served.model.generate(request))
+    ends = isinstance(prompt, InfillPrompt)
+    assert answer.text == (text[: text.index(text[9])] if ends else text)
+    assert answer.finished is not None
+    assert answer.finished.reason is (FinishReason.STOP if ends else FinishReason.LENGTH)

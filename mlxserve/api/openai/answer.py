@@ -105,7 +105,7 @@ class Answer:
             yield self._with_totals(self._chunk([]), finished)
 
     async def _ordered(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
-        """The events of all samples as they come, but each sample's PromptLogprobs first, where they are asked for.
+        """The events of all samples as they come, but each sample's PromptLogprobs before its answer, if asked for.
 
         Only the first sample of a prompt gives them. The other ones, which may be ahead of it, wait.
         """
@@ -117,7 +117,7 @@ class Answer:
                 for sample in range(index, index + self.num_samples):
                     for each in (item, *held.pop(sample)):
                         yield sample, each
-            elif index in held:
+            elif index in held and not isinstance(item, PrefillProgress):
                 held[index].append(item)
             else:
                 yield index, item
