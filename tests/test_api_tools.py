@@ -90,6 +90,17 @@ class TestRequests:
         assert complete(http, keep_alive=value, stream=True).status_code == 200
         assert host.keep_alives == [seconds, seconds]
 
+    @pytest.mark.parametrize(
+        ("text", "expected"), [('{"a": 1}', {"a": 1}), ("", {}), (" ", {}), ("[1]", "[1]"), ("{", "{")]
+    )
+    def test_arguments_of_earlier_calls(
+        self, host: FakeHost, http: httpx.Client, text: str, expected: dict[str, Any] | str
+    ) -> None:
+        call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": text}}
+        assert chat(http, messages=[*HELLO, {"role": "assistant", "tool_calls": [call]}]).status_code == 200
+        (rendered,) = host.requests[0].prompt.messages[1]["tool_calls"]
+        assert rendered["function"]["arguments"] == expected
+
     def test_suffix(self, host: FakeHost, http: httpx.Client) -> None:
         assert complete(http, prompt=["a", "b"], suffix="c").status_code == 200
         prompts = sorted((request.prompt for request in host.requests), key=str)

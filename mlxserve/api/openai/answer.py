@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 from mlxserve.api.openai.errors import error_object
 from mlxserve.api.openai.reply import AnswerDelta, Envelope, Reply, progress_object, timings_object, usage_object
 from mlxserve.api.sse import DONE, event
-from mlxserve.core.generation import Finished, GenerationEvent, PrefillProgress, PromptLogprobs, Usage
+from mlxserve.core.generation import (
+    Finished,
+    GenerationEvent,
+    PrefillProgress,
+    PromptLogprobs,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from mlxserve.errors import EngineError, MlxserveError
 
 if TYPE_CHECKING:
@@ -47,9 +56,7 @@ class Answer:
                     finished[index] = item
                 case PromptLogprobs():
                     prompts[index] = item
-                case PrefillProgress():
-                    pass  # only streams ask for it
-                case _:
+                case TextDelta() | ReasoningDelta() | ToolCallDelta():
                     deltas[index].append(item)
         shown: list[int] = []
         for first in range(0, len(self.generations), self.num_samples):
@@ -97,8 +104,10 @@ class Answer:
                     continue
                 case PromptLogprobs():
                     part = self.reply.prompt(index, item)
-                case _:
+                case TextDelta() | ReasoningDelta() | ToolCallDelta():
                     part = self.reply.delta(index, item)
+                case _:
+                    continue
             if part is not None:
                 yield self._chunk([part])
         if self.include_usage:

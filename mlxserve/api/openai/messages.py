@@ -139,10 +139,10 @@ def template_messages(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]
 
 
 def _template_tool_call(call: ToolCall) -> dict[str, Any]:
-    # OpenAI's arguments are JSON in a string, the templates' are an object.
+    # OpenAI's arguments are JSON in a string, the templates' are an object. Some clients write none as "".
     arguments: Any = call.function.arguments
     try:
-        parsed = json.loads(arguments)
+        parsed = json.loads(arguments.strip() or "{}")
     except (ValueError, RecursionError):
         parsed = None
     if isinstance(parsed, dict):
