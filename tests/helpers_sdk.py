@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from openai.types import Completion, ErrorObject, Model
+from openai.types import Completion, CreateEmbeddingResponse, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
@@ -21,6 +21,7 @@ EXTENSIONS: dict[type[BaseModel], set[str]] = {
         "choices.delta.reasoning_content",
     },
     Completion: {"timings", "prompt_progress", "choices.prompt_logprobs"},
+    CreateEmbeddingResponse: {"usage.prompt_tokens_details"},
     Model: {"context_length", "loaded", "description"},
     ErrorObject: set(),
 }

@@ -6,11 +6,14 @@ import httpx
 import pytest
 from fake_engine import FakeHost, Script
 from helpers_sdk import EXTENSIONS, check
-from openai.types import Completion, ErrorObject, Model
+from openai.types import Completion, CreateEmbeddingResponse, ErrorObject, Model
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import ValidationError
 from test_api_openai import chat, complete, events
 
+from mlxserve.api.exchange import Embedded
+from mlxserve.api.openai.embeddings import EmbeddingsRequest, embeddings_object
+from mlxserve.core.generation import Arrival, Usage
 from mlxserve.errors import EngineError, InvalidParameter, QueueFull
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -65,6 +68,12 @@ class TestCompletions:
                 # The models know this kind's chunks by their last ones only.
                 choice["finish_reason"] = choice["finish_reason"] or "stop"
             check(Completion, chunk)
+
+
+def test_embeddings() -> None:
+    body = EmbeddingsRequest.model_validate({"model": "fake", "input": ["a", "b"], "dimensions": 2})
+    embedded = Embedded("fake", [(0.6, 0.8, 0.0), (1.0, 0.0, 0.0)], [Usage(1, 0, 0), Usage(1, 1, 0)], Arrival(0.0))
+    check(CreateEmbeddingResponse, embeddings_object(body, embedded))
 
 
 def test_models(host: FakeHost, http: httpx.Client) -> None:

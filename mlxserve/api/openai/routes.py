@@ -77,7 +77,8 @@ class OpenAIRoutes:
         body = await read_body(request, EmbeddingsRequest, self._max_body_bytes)
         exchange = Exchange(request, self._host)
         requests = embedding_requests(body, reply_id(request, "embd"))
-        return JSONResponse(embeddings_object(body, await exchange.embed(body.model, requests)))
+        embedded = await exchange.embed(body.model, requests, keep_alive=body.keep_alive)
+        return JSONResponse(embeddings_object(body, embedded))
 
     async def _answer(self, request: Request, body: Body, id_prefix: str, prepare: Prepare[Body]) -> Response:
         exchange = Exchange(request, self._host)
