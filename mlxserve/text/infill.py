@@ -70,7 +70,7 @@ def encode_infill(tokenizer: Tokenizer, prompt: InfillPrompt) -> list[int]:
     Raises:
         InvalidParameter: the model has no tokens for this, or a text is not valid Unicode.
     """
-    format = find_infill_format(lambda token: tokenizer.token_id(token) is not None)
+    format = find_infill_format(tokenizer.has_token)
     if format is None:
         raise InvalidParameter(
             "this model cannot fill in a middle: its vocabulary has no tokens for it; leave the suffix out",
