@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -16,6 +16,8 @@ from mlxserve.core.generation import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    InfillPrompt,
+    PrefillProgress,
     Prompt,
     PromptLogprobs,
     ReasoningDelta,
@@ -103,6 +105,19 @@ class ByteTokenizer:
         return bytes([token_id])
 
 
+class ByteTexts:
+    """engine.text_service.TextService without a tokenizer; its special token is 0."""
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        return [0] * add_special_tokens + list(text.encode())
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in prompt.messages)
+
+
 @dataclass
 class FakeHost:
     """The methods of engine.model_host.ModelHost that the API uses."""
@@ -111,6 +126,8 @@ class FakeHost:
     names: tuple[str, ...] = ("fake", "org/fake-4bit")
     default_sampling: dict[str, float | int] = field(default_factory=dict)
     healthy: bool = True
+    keep_alives: list[float | None] = field(default_factory=list)
+    """What each lease was asked for with."""
     requests: list[GenerationRequest] = field(default_factory=list)
     """Every request that reached generate()."""
     abandoned: list[str] = field(default_factory=list)
@@ -132,6 +149,7 @@ class FakeHost:
         return FakeModel(name, self)
 
     async def acquire(self, name: str, *, keep_alive: float | None = None) -> "FakeLease":
+        self.keep_alives.append(keep_alive)
         lease = FakeLease(await self.get(name), self)
         self.leases.append(lease)
         return lease
@@ -148,6 +166,7 @@ class FakeHost:
     def reset(self) -> None:
         self.script = Script()
         self.default_sampling = {}
+        self.keep_alives.clear()
         self.requests.clear()
         self.abandoned.clear()
         self.cancelled.clear()
@@ -164,6 +183,7 @@ class FakeHost:
 class FakeModel:
     context_length = CONTEXT_LENGTH
     tokenizer = ByteTokenizer()
+    text = ByteTexts()
 
     def __init__(self, name: str, host: FakeHost) -> None:
         self.name = name
@@ -208,6 +228,8 @@ def num_prompt_tokens(prompt: Prompt) -> int:
             return sum(len(message["content"].encode()) for message in messages)
         case TextPrompt(text=text):
             return len(text.encode())
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            return len((prefix + suffix).encode())
         case TokenPrompt(token_ids=token_ids):
             return len(token_ids)
 
@@ -218,6 +240,8 @@ def prompt_bytes(request: GenerationRequest) -> bytes:
             return "".join(message["content"] for message in messages).encode()
         case TextPrompt(text=text):
             return text.encode()
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            return (prefix + suffix).encode()
         case TokenPrompt(token_ids=token_ids):
             return bytes(token_ids)
 
@@ -264,6 +288,11 @@ class FakeGeneration:
         if self._script.first_token is not None:
             await self._script.first_token.wait()
         text, reason, stop_string = self._text, FinishReason.STOP, None
+        if self._request.wants_progress:
+            for num_computed in (self.num_prompt_tokens // 2, self.num_prompt_tokens):
+                yield PrefillProgress(
+                    self.num_prompt_tokens, self._script.num_cached_tokens, num_computed, TIMINGS.prefill
+                )
         if self._request.sampling.prompt_logprobs is not None:
             # The samples after the first one are ahead of it.
             await asyncio.sleep(0.02)

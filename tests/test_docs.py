@@ -20,23 +20,24 @@ from mlxserve.api.anthropic.errors import error_object, error_response
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.openai.convert import chat_request
 from mlxserve.api.openai.embeddings import EmbeddingsRequest
+from mlxserve.api.openai.messages import FunctionCall, Message, TextPart, ToolCall
 from mlxserve.api.openai.reply import timings_object
 from mlxserve.api.openai.responses import convert as response_convert
 from mlxserve.api.openai.responses import items as response_items
 from mlxserve.api.openai.responses import schema as responses
 from mlxserve.api.openai.responses import tools as response_tools
-from mlxserve.api.openai.schema import (
-    ChatCompletionRequest,
-    CompletionFields,
-    CompletionRequest,
-    FunctionCall,
-    Message,
-    StreamOptions,
-    TextPart,
-    ToolCall,
-    WireModel,
-)
+from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest, StreamOptions
 from mlxserve.api.openai.structured import JsonSchemaFormat, ResponseFormat, StructuredOutputs
+from mlxserve.api.openai.text_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
+from mlxserve.api.openai.tools import (
+    AllowedTools,
+    ChosenTools,
+    FunctionDefinition,
+    FunctionReference,
+    Tool,
+    ToolReference,
+)
+from mlxserve.api.wire import WireModel
 from mlxserve.cli import repl
 from mlxserve.cli.app import app
 from mlxserve.config import EngineConfig, ServerConfig
@@ -88,6 +89,7 @@ def below(prefix: str, heading: str = "### Inside messages and stream_options") 
 
 
 STRUCTURED = "### Structured output"
+TOOLS = "### Tools"
 DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     CompletionFields: by_name(table(API, "### Both kinds of completions")),
     ChatCompletionRequest: by_name(table(API, "### Chat completions")),
@@ -97,6 +99,15 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     ToolCall: below("messages[].tool_calls[]."),
     FunctionCall: below("messages[].tool_calls[].function."),
     StreamOptions: below("stream_options."),
+    Tool: below("tools[].", TOOLS),
+    FunctionDefinition: below("tools[].function.", TOOLS),
+    ChosenTools: below("tool_choice.", TOOLS),
+    FunctionReference: below("tool_choice.function.", TOOLS),
+    AllowedTools: below("tool_choice.allowed_tools.", TOOLS),
+    ToolReference: below("tool_choice.allowed_tools.tools[].", TOOLS),
+    TokenizeRequest: by_name(table(API, "### Tokenize")),
+    DetokenizeRequest: by_name(table(API, "### Detokenize")),
+    ApplyTemplateRequest: by_name(table(API, "### Apply-template")),
     ResponseFormat: below("response_format.", STRUCTURED),
     JsonSchemaFormat: below("response_format.json_schema.", STRUCTURED),
     StructuredOutputs: below("structured_outputs.", STRUCTURED),

@@ -17,6 +17,7 @@ from mlxserve.api.metrics import Metrics
 from mlxserve.api.models import model_routes
 from mlxserve.api.openai.responses.routes import ResponseRoutes
 from mlxserve.api.openai.routes import OpenAIRoutes
+from mlxserve.api.openai.text_routes import TextRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
 from mlxserve.api.security import Security
@@ -45,6 +46,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
     responses = ResponseRoutes(host, max_body_bytes=config.max_body_bytes)
     anthropic = AnthropicRoutes(host, max_body_bytes=config.max_body_bytes)
+    texts = TextRoutes(host, max_body_bytes=config.max_body_bytes)
     debug = DebugRoutes(host)
     page = PageRoutes(read_files())
     app = Starlette(
@@ -56,6 +58,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             *openai.routes(),
             *responses.routes(),
             *anthropic.routes(),
+            *texts.routes(),
             *page.routes(),
         ],
         middleware=[

@@ -66,6 +66,8 @@ class StreamFormat:
     """The response that sends these pieces; the second argument is called when it is over, however it ended."""
     failure: Callable[[Exception], bytes]
     """The piece that tells of an error, after which the stream ends."""
+    waiting: bytes = b""
+    """The piece that says nothing but that the answer is still to come; sent where headers go out before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ class Exchange:
         return stream.respond(pieces, close)
 
     async def _late_pieces(self, admission: "asyncio.Task[Answer]", stream: StreamFormat) -> AsyncIterator[bytes]:
+        if stream.waiting:
+            yield stream.waiting
         try:
             answer = await admission
         except Exception as error:

@@ -12,6 +12,7 @@ from starlette.types import Receive, Scope, Send
 KEEP_ALIVE_SECONDS = 15.0
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": keep-alive\n\n"
 
 COMMENT = ServerSentEvent(comment="keep-alive", sep="\n")
 

@@ -10,6 +10,7 @@ from mlxserve.core.generation import (
     Embedding,
     Finished,
     GenerationEvent,
+    PrefillProgress,
     PromptLogprobs,
     TextDelta,
     Timings,
@@ -31,8 +32,8 @@ from mlxserve.text.stop_strings import StopStringMatcher
 
 
 class Generation:
-    """The events of one accepted request: PromptLogprobs if asked for, TextDelta ... Finished, or an error raised in
-    their place.
+    """The events of one accepted request: PrefillProgress and PromptLogprobs if asked for, TextDelta ... Finished, or
+    an error raised in their place.
 
     Raises from iteration:
         RequestTimeout: its deadline passed.
@@ -53,6 +54,7 @@ class Generation:
         on_end: Callable[["Generation", str, Usage, Timings], None],
         on_delivered: Callable[[], None],
         is_delivered_later: bool,
+        wants_progress: bool = False,
     ) -> None:
         """`is_delivered_later`: whoever reads it calls delivered(); else its end is its delivery."""
         self.request_id = request.request_id
@@ -67,7 +69,8 @@ class Generation:
         self._on_end = on_end
         self._on_delivered = on_delivered
         self._is_delivered_later = is_delivered_later
-        self._arrivals: asyncio.Queue[Computed | MlxserveError] = asyncio.Queue()
+        self._wants_progress = wants_progress
+        self._arrivals: asyncio.Queue[Computed | PrefillProgress | MlxserveError] = asyncio.Queue()
         self._ready: deque[GenerationEvent | MlxserveError] = deque()
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
@@ -83,6 +86,8 @@ class Generation:
         if isinstance(item, MlxserveError):
             timeline.computed = time.monotonic()
         else:
+            if timeline.first_token is None and item.output.tokens:
+                self.note_computed(self.num_prompt_tokens, item.time)
             for _ in item.output.tokens:
                 if timeline.first_token is None:
                     timeline.first_token = item.time
@@ -93,6 +98,16 @@ class Generation:
             if item.output.finish_reason is not None:
                 timeline.computed = item.time
         self._arrivals.put_nowait(item)
+
+    def note_computed(self, num_prompt_tokens: int, time: float) -> None:
+        """So many tokens of the prompt were there when a step ended; `time` is time.monotonic() then."""
+        # What is computed after the first token is computed again.
+        if self._wants_progress and not self._ended and self._timeline.first_token is None:
+            request, begin = self._request, self._request.first_scheduled_time
+            seconds = 0.0 if begin is None else time - begin
+            self._arrivals.put_nowait(
+                PrefillProgress(self.num_prompt_tokens, request.num_cached_tokens, num_prompt_tokens, seconds)
+            )
 
     def delivered(self) -> None:
         """Its answer was written out, or nobody wants it any more."""
@@ -120,11 +135,26 @@ class Generation:
             while not self._arrivals.empty():
                 arrivals.append(self._arrivals.get_nowait())
             if not self._ended:
-                self._process(arrivals)
+                self._process(self._take_progress(arrivals))
         event = self._ready.popleft()
         if isinstance(event, MlxserveError):
             raise event
         return event
+
+    def _take_progress(
+        self, arrivals: list[Computed | PrefillProgress | MlxserveError]
+    ) -> list[Computed | MlxserveError]:
+        """Give out the latest progress, all of which came before any token; return the other arrivals."""
+        others: list[Computed | MlxserveError] = []
+        latest: PrefillProgress | None = None
+        for item in arrivals:
+            if isinstance(item, PrefillProgress):
+                latest = item
+            else:
+                others.append(item)
+        if latest is not None:
+            self._ready.append(latest)
+        return others
 
     def _process(self, arrivals: list[Computed | MlxserveError]) -> None:
         """Turn arrivals into at most one TextDelta, and Finished or an error when they end the request."""

@@ -13,6 +13,7 @@ from mlxserve.core.constraint import TokenConstraint
 from mlxserve.core.generation import (
     ChatPrompt,
     GenerationRequest,
+    InfillPrompt,
     Prompt,
     Timings,
     Usage,
@@ -23,6 +24,7 @@ from mlxserve.core.stats import EngineStats, Observer, RequestRecord, StepRecord
 from mlxserve.engine.engine_thread import EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation
 from mlxserve.engine.journal import Journal
+from mlxserve.engine.text_service import TextService
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import (
     ContextLengthExceeded,
@@ -33,6 +35,7 @@ from mlxserve.errors import (
 from mlxserve.text.chat_template import encode_prompt
 from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
+from mlxserve.text.infill import infill_end_ids
 from mlxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,7 @@ class ServedModel:
     ) -> None:
         self.description = description
         self.tokenizer = tokenizer
+        self.text = TextService(tokenizer, executor)
         self._grammars = GrammarCompiler(tokenizer)
         self._thread = thread
         self._handle = handle
@@ -235,7 +239,7 @@ class ServedModel:
             request_id=request_id,
             prompt_token_ids=prompt_ids,
             sampling=sampling,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=self._end_ids(request),
             seed=sample_seed(seed, index),
             max_total_tokens=max_total_tokens,
             arrival_time=began,
@@ -259,6 +263,7 @@ class ServedModel:
             on_end=self._ended,
             on_delivered=lambda: self._journal.close(trace),
             is_delivered_later=request.arrival is not None,
+            wants_progress=request.wants_progress,
         )
         self._in_flight[request_id] = generation
         self._idle.clear()
@@ -300,6 +305,11 @@ class ServedModel:
             last = token_ids[-1:] if self.tokenizer.is_special(token_ids[-1]) else []
             token_ids = token_ids[: self.context_length - len(last)] + last
         return token_ids
+
+    def _end_ids(self, request: GenerationRequest) -> frozenset[int]:
+        """Tokens that end the answer and do not show."""
+        ids = self.tokenizer.eos_token_ids
+        return ids | infill_end_ids(self.tokenizer) if isinstance(request.prompt, InfillPrompt) else ids
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
@@ -365,6 +375,7 @@ class ServedModel:
         for chunk in step.chunks:
             if (generation := self._in_flight.get(chunk.request_id)) is not None:
                 generation.trace.note_chunk(step, chunk.start, chunk.num_tokens)
+                generation.note_computed(chunk.start + chunk.num_tokens, step.end)
         for request_id in step.rows:
             if (generation := self._in_flight.get(request_id)) is not None:
                 generation.trace.note_row(step)

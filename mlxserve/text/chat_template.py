@@ -3,8 +3,10 @@
 import inspect
 from collections.abc import Callable
 
-from mlxserve.core.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from mlxserve.core.generation import ChatPrompt, InfillPrompt, Prompt, TextPrompt, TokenPrompt
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
+from mlxserve.text.infill import encode_infill
+from mlxserve.text.plain_text import encode_text
 from mlxserve.text.tokenizer import Tokenizer
 
 MAX_ERROR_LENGTH = 500
@@ -60,7 +62,7 @@ def encode_prompt(
 
     Raises:
         InvalidParameter: the template refuses the messages, a token id is not in the vocabulary, the text is not valid
-            Unicode, or the prompt is empty.
+            Unicode, the prompt is empty, or the model cannot fill in a middle.
         ContextLengthExceeded: the text has more bytes than `context_length` tokens can stand for.
     """
     match prompt:
@@ -75,6 +77,10 @@ def encode_prompt(
             ids = _encode(tokenizer, prompt.text, context_length, add_special_tokens=True, param=prompt.param)
         case TokenPrompt():
             ids = _checked_ids(tokenizer, prompt)
+        case InfillPrompt():
+            num_least = sum(map(tokenizer.min_num_tokens, (prompt.prefix, prompt.suffix)))
+            _check_bound(num_least, context_length, param=prompt.param)
+            ids = encode_infill(tokenizer, prompt)
     if not ids:
         param = "messages" if isinstance(prompt, ChatPrompt) else prompt.param
         raise InvalidParameter("the prompt is empty; give it some text", param=param)
@@ -85,13 +91,7 @@ def _encode(
     tokenizer: Tokenizer, text: str, context_length: int | None, *, add_special_tokens: bool, param: str
 ) -> list[int]:
     _check_bound(tokenizer.min_num_tokens(text), context_length, param=param)
-    try:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except UnicodeEncodeError as error:
-        raise InvalidParameter(
-            f"the text has half of a surrogate pair at character {error.start}; send whole Unicode characters",
-            param=param,
-        ) from error
+    return encode_text(tokenizer, text, add_special_tokens=add_special_tokens, param=param)
 
 
 def _check_bound(min_num_tokens: int, context_length: int | None, *, param: str) -> None:

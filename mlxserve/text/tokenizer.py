@@ -52,6 +52,14 @@ class Tokenizer:
     def __contains__(self, token_id: int) -> bool:
         return token_id in self._tokens
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that is written so, such as `</think>`; None if the vocabulary has none."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def has_token(self, token: str) -> bool:
+        return self.token_id(token) is not None
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template (of the default one, if there are several)."""

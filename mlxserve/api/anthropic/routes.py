@@ -94,6 +94,7 @@ def _stream_format(message_id: str) -> StreamFormat:
     return StreamFormat(
         respond=lambda pieces, close: EventStream(pieces, on_close=close, keep_alive=PING),
         failure=lambda error: event(error_object(error, message_id), "error"),
+        waiting=event({"type": "ping"}, "ping"),
     )
 
 

@@ -23,7 +23,7 @@ from mlxserve.api.openai.responses.output import Output
 from mlxserve.api.openai.responses.reply import Reply
 from mlxserve.api.openai.responses.schema import InputTokensRequest, PromptFields, ResponseRequest
 from mlxserve.api.openai.responses.store import ResponseStore, StoredResponse
-from mlxserve.api.sse import EventStream
+from mlxserve.api.sse import WAITING, EventStream
 from mlxserve.api.wire import read_body
 from mlxserve.errors import InvalidParameter, RequestNotFound
 
@@ -79,6 +79,7 @@ class ResponseRoutes:
         stream = StreamFormat(
             respond=lambda pieces, close: EventStream(pieces, on_close=close),
             failure=lambda error: early_failure(Reply(body, response_id, body.model), error),
+            waiting=WAITING,
         )
         return await exchange.respond(body.model, place, stream=stream if body.stream else None)
 
