@@ -70,6 +70,13 @@ def test_a_call_without_arguments(family: Family) -> None:
 
 
 @pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
+def test_names_of_all_kinds_are_read(family: Family) -> None:
+    calls: list[Call] = [("mcp__a.b-c:d/e_2", {"city": "a"}), ("get", {"city": "b"})]
+    text = write(family, calls)
+    assert calls_of(parse(family, text, [tool(name) for name, _ in calls])) == calls
+
+
+@pytest.mark.parametrize("family", ALL, ids=lambda family: family.name)
 def test_text_between_and_after_calls_is_kept(family: Family) -> None:
     text = f"a  b\n{write(family, [WEATHER])}\n\nand then\n{write(family, [FILE])}\n\nthat  was it.\n"
     parts = parse(family, text)

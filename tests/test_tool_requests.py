@@ -132,10 +132,10 @@ def test_capabilities(template: str | None, tokens: tuple[str, ...], found: tupl
         (["f"], "tools[0]", "an object"),
         ([{"type": "web_search"}], "tools[0]", "type 'function'"),
         ([TOOLS[0], {"type": "function"}], "tools[1]", "a 'function'"),
-        ([tool("")], "tools[0].function.name", "1 to 64"),
-        ([tool("a b")], "tools[0].function.name", "1 to 64"),
-        ([tool("a" * 65)], "tools[0].function.name", "1 to 64"),
-        ([{"function": {"name": 3}}], "tools[0].function.name", "1 to 64"),
+        ([tool("")], "tools[0].function.name", "1 to 260"),
+        ([tool("a b")], "tools[0].function.name", "1 to 260"),
+        ([tool("a" * 261)], "tools[0].function.name", "1 to 260"),
+        ([{"function": {"name": 3}}], "tools[0].function.name", "1 to 260"),
         ([tool("f"), tool("g"), tool("f")], "tools[2].function.name", "two tools of the name 'f'"),
         ([tool("f", {"type": "string"})], "tools[0].function.parameters", "type 'object'"),
         ([{"function": {"name": "f", "parameters": []}}], "tools[0].function.parameters", "type 'object'"),
@@ -143,7 +143,7 @@ def test_capabilities(template: str | None, tokens: tuple[str, ...], found: tupl
         ([tool("f", {"properties": {"a": 3}})], "tools[0].function.parameters", "an object or a boolean"),
         ([tool("f", {"properties": []})], "tools[0].function.parameters", "'properties' must be an object"),
         ([tool("f", {"required": "a"})], "tools[0].function.parameters", "'required' must be a list"),
-        ([tool(f"f{i}") for i in range(513)], "tools", "513 tools; 512"),
+        ([tool(f"f{i}") for i in range(1001)], "tools", "1001 tools; 1000"),
     ],
 )
 def test_tools_that_are_none_are_refused(tools: list[Any], param: str, message: str) -> None:
@@ -163,9 +163,9 @@ def test_a_schema_of_any_depth_is_checked_or_refused() -> None:
 
 def test_tools_that_models_are_only_shown_may_have_what_cannot_be_enforced() -> None:
     parameters = {"properties": {"a": {"not": {}, "format": "color", "multipleOf": 1e-9}}, "x-order": [1]}
-    assert list(checked_tools([tool("f", parameters), tool("g.h-i_2"), {"function": {"name": "j"}}])) == [
+    assert list(checked_tools([tool("f", parameters), tool("g.h-i_2:j/k"), {"function": {"name": "j"}}])) == [
         "f",
-        "g.h-i_2",
+        "g.h-i_2:j/k",
         "j",
     ]
 
@@ -223,7 +223,7 @@ def test_a_tool_choice_of_none_shows_no_tools() -> None:
     ("template", "choice", "tools", "grammar", "param", "message"),
     [
         ("{{ messages }}", ToolChoice(), TOOLS, None, "tools", "fake does not support tools"),
-        ("{{ messages }}", ToolChoice("none"), [tool("a b")], None, "tools[0].function.name", "1 to 64"),
+        ("{{ messages }}", ToolChoice("none"), [tool("a b")], None, "tools[0].function.name", "1 to 260"),
         ("{{ messages }}", ToolChoice("required"), [], None, "tool_choice", "there are no tools"),
         (TOOL_TEMPLATE, ToolChoice("required"), [], None, "tool_choice", "there are no tools"),
         (TOOL_TEMPLATE, ToolChoice("required", "f"), TOOLS, None, "tool_choice", "no tool has the name 'f'"),

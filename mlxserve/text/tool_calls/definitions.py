@@ -8,9 +8,12 @@ from typing import Any
 from mlxserve.errors import InvalidParameter
 from mlxserve.text import json_schema
 
-MAX_TOOLS = 512
+MAX_TOOLS = 1000
 """OpenAI takes 128; clients with several servers of tools behind them send more."""
-_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+MAX_NAME_LENGTH = 260
+"""Dialects take 128, and some join a namespace's and a function's."""
+NAME_CHARACTER = re.compile(r"[\w.:/-]")
+"""What parsers take for a part of a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,9 @@ def checked_tools(tools: Sequence[Any]) -> dict[str, Tool]:
         if not isinstance(function, Mapping) or tool.get("type", "function") != "function":
             raise InvalidParameter(f"{where} must be an object with the type 'function' and a 'function'", param=where)
         name = function.get("name")
-        if not isinstance(name, str) or not _NAME.fullmatch(name):
+        if not isinstance(name, str) or not _is_name(name):
             raise InvalidParameter(
-                f"{where}.function.name must have 1 to 64 letters, digits, '_', '-' or '.', and nothing else",
+                f"{where}.function.name must be 1 to {MAX_NAME_LENGTH} letters, digits, '_', '-', '.', ':' or '/'",
                 param=f"{where}.function.name",
             )
         if name in checked:
@@ -68,6 +71,10 @@ def checked_tools(tools: Sequence[Any]) -> dict[str, Tool]:
         param = f"{where}.function.parameters"
         checked[name] = Tool(name, _checked_parameters(function.get("parameters"), param), param)
     return checked
+
+
+def _is_name(name: str) -> bool:
+    return 0 < len(name) <= MAX_NAME_LENGTH and all(map(NAME_CHARACTER.match, name))
 
 
 def _checked_parameters(schema: Any, param: str) -> Mapping[str, Any]:

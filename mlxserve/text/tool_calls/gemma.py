@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxserve.text.json_schema import ANNOTATIONS, UnsupportedSchema
-from mlxserve.text.tool_calls.definitions import Tool
+from mlxserve.text.tool_calls.definitions import NAME_CHARACTER, Tool
 from mlxserve.text.tool_calls.family import Family
 from mlxserve.text.tool_calls.json_calls import closed
 from mlxserve.text.tool_calls.json_text import copy_string, read_scalar
@@ -16,7 +16,6 @@ from mlxserve.text.tool_calls.reader import CallReader
 from mlxserve.text.tool_calls.source import BrokenOff, Malformed, Wait
 from mlxserve.text.tool_calls.values import ALL_TYPES, in_string, resolve, types_of
 
-_NAME = re.compile(r"[\w.-]")
 MAX_DEPTH = 100
 
 
@@ -31,7 +30,7 @@ class GemmaCalls(Family):
         while True:
             yield from reader.skip_whitespace()
             yield from reader.expect("call:")
-            name = yield from reader.read(_NAME)
+            name = yield from reader.read(NAME_CHARACTER)
             yield from reader.skip_whitespace()
             yield from reader.expect("{")
             reader.start(name)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from mlxserve.text.tool_calls.definitions import Tool
+from mlxserve.text.tool_calls.definitions import NAME_CHARACTER, Tool
 from mlxserve.text.tool_calls.family import Family
 from mlxserve.text.tool_calls.json_text import copy_value, read_scalar, read_string
 from mlxserve.text.tool_calls.lark import LarkWriter, quoted
@@ -16,7 +16,7 @@ _NAMES = ("name", "tool_name")
 _ARGUMENTS = ("arguments", "parameters")
 _OTHERS = ("id", "type", "index", "tool_call_id")
 """What some models write beside the two, and nobody needs."""
-NAME = re.compile(r"[\w.-]")
+_INDEX = re.compile(r":\d+\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +109,9 @@ class NamedCalls(Family):
                 return
 
     def _read_name(self, reader: CallReader) -> Wait[str]:
-        name = yield from reader.read(NAME)
+        name = yield from reader.read(NAME_CHARACTER)
         if self.is_indexed:
-            if (yield from reader.accept(":")):
-                yield from reader.read(re.compile(r"\d"))
-            name = name.removeprefix("functions.")
+            name = _INDEX.sub("", name).removeprefix("functions.")
         return name
 
     def call(self, lark: LarkWriter, tool: Tool) -> str:

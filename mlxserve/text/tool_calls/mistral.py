@@ -3,9 +3,9 @@
 import re
 from dataclasses import dataclass
 
-from mlxserve.text.tool_calls.definitions import Tool
+from mlxserve.text.tool_calls.definitions import NAME_CHARACTER, Tool
 from mlxserve.text.tool_calls.family import Family
-from mlxserve.text.tool_calls.json_calls import NAME, closed, copy_arguments, object_call, read_list
+from mlxserve.text.tool_calls.json_calls import closed, copy_arguments, object_call, read_list
 from mlxserve.text.tool_calls.lark import LarkWriter
 from mlxserve.text.tool_calls.reader import CallReader
 from mlxserve.text.tool_calls.source import Wait
@@ -27,7 +27,7 @@ class MistralCalls(Family):
             reader.end()
             return
         while True:
-            name = yield from reader.read(NAME)
+            name = yield from reader.read(NAME_CHARACTER)
             if (yield from reader.accept(CALL_ID)):
                 yield from reader.read(_ID)
             yield from reader.expect(ARGS)
@@ -36,7 +36,7 @@ class MistralCalls(Family):
             reader.end()
             # Some leave the start of the next call out.
             yield from reader.skip_whitespace()
-            if not NAME.match((yield from reader.peek())):
+            if not NAME_CHARACTER.match((yield from reader.peek())):
                 return
 
     def call(self, lark: LarkWriter, tool: Tool) -> str:

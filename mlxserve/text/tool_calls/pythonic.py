@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxserve.text.json_schema import UnsupportedSchema
-from mlxserve.text.tool_calls.definitions import Tool
+from mlxserve.text.tool_calls.definitions import NAME_CHARACTER, Tool
 from mlxserve.text.tool_calls.family import Family
 from mlxserve.text.tool_calls.lark import LarkWriter
 from mlxserve.text.tool_calls.reader import CallReader
@@ -45,7 +45,7 @@ class PythonicCalls(Family):
             yield from reader.skip_end(*self.ends)
 
     def _read_call(self, reader: CallReader) -> Wait[None]:
-        name = yield from reader.read(_NAME)
+        name = yield from reader.read(NAME_CHARACTER)
         yield from reader.expect("(")
         # A name with a bracket behind it is also how prose begins a list; an argument's name is not.
         first = yield from self._read_key(reader)
