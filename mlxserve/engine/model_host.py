@@ -24,6 +24,7 @@ from mlxserve.store import hub, loader
 from mlxserve.store.loader import LoadedModel
 from mlxserve.store.model_source import HubRepo, ModelSource
 from mlxserve.store.registry import Registry
+from mlxserve.text.capabilities import capabilities
 from mlxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -284,6 +285,7 @@ class ModelHost:
             speculation=_kinds_of_speculation(built),
             can_embed=built.can_embed,
             pooling=loaded.pooling,
+            capabilities=capabilities(tokenizer.tool_template, tokenizer.has_token),
         )
         self._deaths.pop(source, None)
         return ServedModel(

@@ -37,6 +37,7 @@ from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.infill import infill_end_ids
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.tool_calls import answer_grammar, check_tools, find_tool_format
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,8 @@ class ModelDescription:
     can_embed: bool = False
     pooling: Pooling = Pooling.LAST
     """What its embeddings are made by."""
+    capabilities: tuple[str, ...] = ("completion",)
+    """As text/capabilities.py names them."""
 
 
 class ServedModel:
@@ -81,6 +84,7 @@ class ServedModel:
         self.tokenizer = tokenizer
         self.text = TextService(tokenizer, executor)
         self._grammars = GrammarCompiler(tokenizer)
+        self._tool_format = find_tool_format(tokenizer)
         self._thread = thread
         self._handle = handle
         self._config = config
@@ -280,8 +284,12 @@ class ServedModel:
 
         if request.wants_embedding:
             return self._read_embedded(request), [None] * num_samples
+        if isinstance(request.prompt, ChatPrompt):
+            check_tools(request.prompt, self.tokenizer, model=self.name)
         prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length, rendered)
         grammar = request.grammar
+        if isinstance(request.prompt, ChatPrompt):
+            grammar = answer_grammar(request.prompt, grammar, self._tool_format, model=self.name)
         if grammar is None:
             return prompt_ids, [None] * num_samples
         for param in ("ignore_eos", "min_tokens"):

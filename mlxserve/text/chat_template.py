@@ -2,14 +2,18 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 
 from mlxserve.core.generation import ChatPrompt, InfillPrompt, Prompt, TextPrompt, TokenPrompt
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
 from mlxserve.text.infill import encode_infill
 from mlxserve.text.plain_text import encode_text
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.tool_calls import complete_tool_messages
 
 MAX_ERROR_LENGTH = 500
+SHORT_IDS = "alphanumeric strings with length 9"
+"""What Mistral's templates say when the id of a tool call is another."""
 
 
 def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
@@ -19,8 +23,12 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
     tool calls, it is the beginning of the answer: it stays open and the model goes on with it (what transformers calls
     `continue_final_message`, and what Anthropic's API, Ollama and llama.cpp do).
 
+    Tool results get the names of their tools (text/tool_calls/history.py). With the tool choice "none" the template is
+    shown no tools.
+
     Raises:
-        InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), or a template
+        InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), a tool result is for
+            an unknown call, or a template
             argument has a name that is not the client's to set.
     """
     if not tokenizer.has_chat_template:
@@ -28,6 +36,11 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
             "this model has no chat template; send it text through the completions endpoint", param="messages"
         )
     _check_template_kwargs(tokenizer, prompt)
+    prompt = replace(
+        prompt,
+        messages=complete_tool_messages(prompt.messages, has_short_ids=SHORT_IDS in (tokenizer.tool_template or "")),
+        tools=() if prompt.tool_choice.mode == "none" else prompt.tools,
+    )
     continues = _ends_with_begun_answer(prompt)
     try:
         text: str = tokenizer.hf_tokenizer.apply_chat_template(

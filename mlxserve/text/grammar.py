@@ -16,6 +16,9 @@ from mlxserve.text.tokenizer import Tokenizer
 MAX_GRAMMAR_LENGTH = 64 * 1024
 """Characters of a grammar, or of a schema as JSON."""
 
+MAX_LARK_LENGTH = 4 * MAX_GRAMMAR_LENGTH
+"""Of a grammar that this package writes, of the schemas of many tools."""
+
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Between two tokens of JSON: none, a space, or a new line with its indentation. Without a bound a model can go on with
 whitespace until its answer is cut, and small models do."""
@@ -97,6 +100,9 @@ def _source(grammar: Grammar) -> str:
         case "grammar":
             _check_length(grammar.source)
             return LLMatcher.grammar_from_lark(grammar_text.to_lark(grammar.source))
+        case "lark":
+            _check_length(grammar.source, MAX_LARK_LENGTH)
+            return LLMatcher.grammar_from_lark(grammar.source)
 
 
 def _schema_source(grammar: Grammar) -> str:
@@ -130,9 +136,9 @@ def _whitespace(pattern: str) -> str:
     return in_class.replace(r"\s", r"[ \t\n\r]")
 
 
-def _check_length(text: str) -> None:
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        raise grammar_text.UnsupportedGrammar(f"it has {len(text)} characters; {MAX_GRAMMAR_LENGTH} are allowed")
+def _check_length(text: str, limit: int = MAX_GRAMMAR_LENGTH) -> None:
+    if len(text) > limit:
+        raise grammar_text.UnsupportedGrammar(f"it has {len(text)} characters; {limit} are allowed")
 
 
 def _explained(failure: str) -> str:

@@ -67,6 +67,12 @@ class Tokenizer:
         return template.get("default") if isinstance(template, dict) else template
 
     @property
+    def tool_template(self) -> str | None:
+        """The chat template of requests that offer tools: the same, unless there is one named `tool_use`."""
+        template = self.hf_tokenizer.chat_template
+        return template.get("tool_use", self.chat_template) if isinstance(template, dict) else template
+
+    @property
     def has_chat_template(self) -> bool:
         return bool(self.hf_tokenizer.chat_template)
 
