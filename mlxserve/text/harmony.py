@@ -28,7 +28,7 @@ _MAX_HEADER_LENGTH = 200
 _FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
-_HEADER_BEGINNINGS = (CHANNEL, MESSAGE, START, END, "to=", "assistant")
+_HEADER_BEGINNINGS = (*MARKERS, "to=", "assistant")
 
 ANSWER_BEGINS = re.compile(
     rb"<\|start\|>(?:(?!to=)[^<])*<\|channel\|>(?!\s*analysis)(?:(?!to=)[^<])*(?:<\|constrain\|>[^<]*)?<\|message\|>"
@@ -73,7 +73,8 @@ class HarmonyParser:
 
     def _read_header(self, pieces: list[Piece]) -> bool:
         header, found, rest = self._held.partition(MESSAGE)
-        if not _is_header_beginning(header) or len(header) > _MAX_HEADER_LENGTH:
+        length = len(header) if found else len(header) - partial_length(header, (MESSAGE,))
+        if not _is_header_beginning(header) or length > _MAX_HEADER_LENGTH:
             # A model that fell out of the format: what it says is kept.
             marker = first_marker(self._held, MARKERS)
             if marker is not None and marker[0] == 0:
