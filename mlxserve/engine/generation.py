@@ -30,8 +30,8 @@ from mlxserve.errors import (
 
 
 class Generation:
-    """The events of one accepted request: PrefillProgress and PromptLogprobs if asked for, deltas of its text, Finished;
-    or an error raised in their place.
+    """The events of one accepted request: PrefillProgress and PromptLogprobs if asked for, deltas of its text, and
+    Finished; or an error raised in their place.
 
     Raises from iteration:
         RequestTimeout: its deadline passed.
