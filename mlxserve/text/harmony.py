@@ -74,7 +74,7 @@ class HarmonyParser:
     def _read_header(self, pieces: list[Piece]) -> bool:
         header, found, rest = self._held.partition(MESSAGE)
         length = len(header) if found else len(header) - partial_length(header, (MESSAGE,))
-        if not _is_header_beginning(header) or length > _MAX_HEADER_LENGTH:
+        if length > _MAX_HEADER_LENGTH or not _is_header(header, is_whole=bool(found)):
             # A model that fell out of the format: what it says is kept.
             marker = first_marker(self._held, MARKERS)
             if marker is not None and marker[0] == 0:
@@ -114,9 +114,12 @@ class HarmonyParser:
         return True
 
 
-def _is_header_beginning(text: str) -> bool:
+def _is_header(text: str, *, is_whole: bool) -> bool:
+    """Whether the text is a header, or may become one if it is not whole yet."""
     text = text.lstrip()
-    return not text or text.startswith(_HEADER_BEGINNINGS) or any(each.startswith(text) for each in _HEADER_BEGINNINGS)
+    if not text or text.startswith(_HEADER_BEGINNINGS):
+        return True
+    return not is_whole and any(beginning.startswith(text) for beginning in _HEADER_BEGINNINGS)
 
 
 def header_at_end_of(prompt: str) -> str | None:
