@@ -1,6 +1,7 @@
 """Thoughts and answers taken apart: every format, every cut, and what only looks like a marker."""
 
 import re
+from pathlib import Path
 
 import pytest
 from helpers_parsers import parsed_in_every_way
@@ -17,6 +18,7 @@ from mlxserve.text.reasoning import (
     partial_length,
     stage_after,
 )
+from mlxserve.text.thinking import BUDGET, BUDGETS, EFFORTS, SWITCHES
 
 BY_START = {form.start: form for form in FORMATS if form.answer_start not in ("<answer>", "<response>")}
 HUNYUAN, GRANITE_3_3 = (form for form in FORMATS if form.answer_start in ("<answer>", "<response>"))
@@ -178,6 +180,15 @@ def test_without_a_word_in_the_template_tokens_tell() -> None:
 )
 def test_the_prompts_end_tells_where_the_answer_goes_on(prompt: str, begun: str, stage: Stage) -> None:
     assert stage_after(prompt, THINK, begun) is stage
+
+
+def test_the_page_has_all_formats_and_variables() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "reasoning.md").read_text(encoding="utf-8").replace("\\|", "|")
+    markers = {f"`{marker}`" for form in FORMATS for marker in (form.start, form.end)}
+    wrappers = {f"`{form.answer_start}`" for form in (HUNYUAN, GRANITE_3_3)}
+    variables = {f"`{name}`" for name in (*SWITCHES, *EFFORTS, BUDGET)}
+    assert {each for each in markers | wrappers | variables if each not in page} == set()
+    assert ", ".join(map(str, BUDGETS.values())) in page
 
 
 def test_partial_length() -> None:

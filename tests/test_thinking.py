@@ -163,6 +163,7 @@ def test_an_answer_that_was_begun_goes_on_without_empty_thoughts() -> None:
     [
         ("{{ message.reasoning_content }}", "reasoning_content"),
         ("{{ message.get('reasoning_content') or message.get('reasoning') }}", "reasoning_content"),
+        ("{{ message.reasoning }}", "reasoning"),
         ("{{ message.thinking }}", "thinking"),
         ("{{ message['thinking'] }}", "thinking"),
         ("{{ message.content }}", "reasoning_content"),

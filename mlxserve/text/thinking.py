@@ -1,6 +1,7 @@
 """How a model is told to think, or how hard: the arguments its chat template takes for that."""
 
 import functools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,9 @@ EFFORTS = ("reasoning_effort", "thinking_effort")
 BUDGET = "thinking_budget"
 """Tokens; 0 is off and -1 no limit. Seed-OSS."""
 BUDGETS = {"low": 512, "medium": 2048, "high": 8192}
+
+THOUGHTS_NAMES = ("reasoning_content", "reasoning", "thinking")
+"""Of an assistant's earlier thoughts, as a field of its message."""
 
 _NEAREST_EFFORTS = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
@@ -130,25 +134,23 @@ def _effort(chat_template: str, effort: str, param: str) -> str:
 def with_reasoning_named(messages: tuple[dict[str, Any], ...], chat_template: str) -> list[dict[str, Any]]:
     """The messages with an assistant's earlier thoughts under the name that the template reads.
 
-    Clients send them as `reasoning_content`, `reasoning` or `thinking`.
+    Clients send them under any of `THOUGHTS_NAMES`.
     """
-    return [_with_reasoning_named(message, chat_template) for message in messages]
+    name = next((name for name in THOUGHTS_NAMES if _reads(chat_template, name)), THOUGHTS_NAMES[0])
+    return [_with_thoughts_named(message, name) for message in messages]
 
 
-def _with_reasoning_named(message: dict[str, Any], chat_template: str) -> dict[str, Any]:
-    names = ("reasoning_content", "reasoning", "thinking")
-    thoughts = next((message[name] for name in names if isinstance(message.get(name), str)), None)
+def _with_thoughts_named(message: dict[str, Any], name: str) -> dict[str, Any]:
+    thoughts = next((message[each] for each in THOUGHTS_NAMES if isinstance(message.get(each), str)), None)
     if message.get("role") != "assistant" or thoughts is None:
         return message
-    message = {key: value for key, value in message.items() if key not in names}
-    if "reasoning_content" in chat_template or not reads_thinking(chat_template):
-        return message | {"reasoning_content": thoughts}
-    if message.get("tool_calls") and message.get("content"):
+    message = {key: value for key, value in message.items() if key not in THOUGHTS_NAMES}
+    if name == "thinking" and message.get("tool_calls") and message.get("content"):
         # gpt-oss's template takes only one of them beside a call.
         thoughts = f"{thoughts}\n\n{message.pop('content')}"
-    return message | {"thinking": thoughts}
+    return message | {name: thoughts}
 
 
-def reads_thinking(chat_template: str) -> bool:
-    """Whether thoughts of earlier messages are read from their field `thinking`."""
-    return any(form in chat_template for form in (".thinking", "['thinking']", '["thinking"]', "'thinking' in message"))
+def _reads(chat_template: str, field: str) -> bool:
+    """Whether a template takes a field of that name from something, as `.field` or in quotes."""
+    return re.search(rf"""[.'"]{field}(?!\w)""", chat_template) is not None
