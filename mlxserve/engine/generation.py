@@ -12,12 +12,12 @@ from mlxserve.core.generation import (
     GenerationEvent,
     PrefillProgress,
     PromptLogprobs,
-    TextDelta,
     Timings,
     Usage,
 )
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.step import SampledToken, TokenLogprobs
+from mlxserve.engine.answer_text import AnswerText
 from mlxserve.engine.engine_thread import Computed
 from mlxserve.engine.journal import RequestTrace
 from mlxserve.engine.timeline import Timeline
@@ -27,13 +27,11 @@ from mlxserve.errors import (
     RequestCancelled,
     RequestTimeout,
 )
-from mlxserve.text.detokenizer import IncrementalDetokenizer
-from mlxserve.text.stop_strings import StopStringMatcher
 
 
 class Generation:
-    """The events of one accepted request: PrefillProgress and PromptLogprobs if asked for, TextDelta ... Finished, or
-    an error raised in their place.
+    """The events of one accepted request: PrefillProgress and PromptLogprobs if asked for, deltas of its text, and
+    Finished; or an error raised in their place.
 
     Raises from iteration:
         RequestTimeout: its deadline passed.
@@ -45,8 +43,7 @@ class Generation:
         self,
         request: Request,
         *,
-        stop: tuple[str, ...],
-        detokenizer: IncrementalDetokenizer,
+        text: AnswerText,
         timeline: Timeline,
         trace: RequestTrace,
         abort: Callable[[FinishReason], None],
@@ -60,8 +57,7 @@ class Generation:
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self._request = request
-        self._detokenizer = detokenizer
-        self._stop_strings = StopStringMatcher(stop)
+        self._text = text
         self._timeline = timeline
         self.trace = trace
         self._abort = abort
@@ -157,12 +153,11 @@ class Generation:
         return others
 
     def _process(self, arrivals: list[Computed | MlxserveError]) -> None:
-        """Turn arrivals into at most one TextDelta, and Finished or an error when they end the request."""
-        text: list[str] = []
-        tokens: list[SampledToken] = []
+        """Turn arrivals into deltas, and Finished or an error when they end the request."""
+        text = self._text
         for item in arrivals:
             if isinstance(item, MlxserveError):
-                self._emit(text, tokens)
+                self._emit()
                 self._end(type(item).__name__, item)
                 return
             output = item.output
@@ -176,37 +171,33 @@ class Generation:
                 if self._num_generated_tokens == 1 and self._request.sampling.prompt_logprobs is not None:
                     self._ready.append(self._prompt_logprobs(output.prompt_logprobs))
                 if number <= num_shown:
-                    tokens.append(token)
-                    piece = self._detokenizer.add(token.token_id)
-                    is_free = self._num_generated_tokens <= self._request.sampling.min_tokens
-                    text.append(piece if is_free else self._stop_strings.push(piece))
-                if self._stop_strings.matched is not None:
+                    text.add(token, is_free=self._num_generated_tokens <= self._request.sampling.min_tokens)
+                if text.stop_string is not None:
                     break
             if output.embedding is not None:
                 self._ready.append(Embedding(normalised(output.embedding)))
             reason = output.finish_reason
-            if reason is not None and self._stop_strings.matched is None:
-                text.append(self._stop_strings.push(self._detokenizer.finish()))
-                text.append(self._stop_strings.flush())
-            if self._stop_strings.matched is not None:
+            if reason is not None and text.stop_string is None:
+                text.finish()
+            if text.stop_string is not None:
                 if reason is None:
                     self._abort(FinishReason.STOP)
                 reason = FinishReason.STOP
             if reason is not None:
-                self._emit(text, tokens)
+                self._emit()
                 self._finish(reason, output.error)
                 return
-        self._emit(text, tokens)
+        self._emit()
 
     def _prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> PromptLogprobs:
         pairs = zip(self._request.prompt_token_ids, (None, *logprobs), strict=True)
         return PromptLogprobs(tuple(SampledToken(token_id, logprob) for token_id, logprob in pairs))
 
-    def _emit(self, text: list[str], tokens: list[SampledToken]) -> None:
-        if tokens or any(text):
-            if self._timeline.first_delivery is None:
-                self._timeline.first_delivery = time.monotonic()
-            self._ready.append(TextDelta("".join(text), tuple(tokens)))
+    def _emit(self) -> None:
+        deltas = self._text.take()
+        if deltas and self._timeline.first_delivery is None:
+            self._timeline.first_delivery = time.monotonic()
+        self._ready.extend(deltas)
 
     def _finish(self, reason: FinishReason, error: str | None) -> None:
         match reason:
@@ -229,10 +220,12 @@ class Generation:
             self._num_generated_tokens,
             self._num_draft_tokens,
             self._num_accepted_tokens,
+            self._text.num_reasoning_tokens,
         )
         timings = self._timeline.timings()
         if isinstance(last, FinishReason):
-            self._ready.append(Finished(last, self._stop_strings.matched, usage, timings))
+            text = self._text
+            self._ready.append(Finished(last, text.stop_string, usage, timings, text.num_tool_calls))
         else:
             self._ready.append(last)
         self.trace.outcome, self.trace.usage = outcome, usage

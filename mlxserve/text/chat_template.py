@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from mlxserve.core.generation import ChatPrompt, InfillPrompt, Prompt, TextPrompt, TokenPrompt
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
+from mlxserve.text import thinking
 from mlxserve.text.infill import encode_infill
 from mlxserve.text.plain_text import encode_text
 from mlxserve.text.tokenizer import Tokenizer
@@ -24,12 +25,13 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
     `continue_final_message`, and what Anthropic's API, Ollama and llama.cpp do).
 
     Tool results get the names of their tools (text/tool_calls/history.py). With the tool choice "none" the template is
-    shown no tools.
+    shown no tools. The prompt's `reasoning` becomes the arguments that the template has for it (text/thinking.py);
+    `template_kwargs` of the same names win.
 
     Raises:
         InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), a tool result is for
-            an unknown call, or a template
-            argument has a name that is not the client's to set.
+            an unknown call, a template argument has a name that is not the client's to set, or the model cannot think
+            as asked (`param` is the reasoning's).
     """
     if not tokenizer.has_chat_template:
         raise InvalidParameter(
@@ -41,15 +43,19 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
         messages=complete_tool_messages(prompt.messages, has_short_ids=SHORT_IDS in (tokenizer.tool_template or "")),
         tools=() if prompt.tool_choice.mode == "none" else prompt.tools,
     )
-    continues = _ends_with_begun_answer(prompt)
+    template = (tokenizer.tool_template if prompt.tools else tokenizer.chat_template) or ""
+    arguments = thinking.thinking_arguments(
+        template, prompt.reasoning, can_think=thinking.can_think(template, tokenizer.has_token)
+    )
+    continues = bool(begun_answer(prompt))
     try:
         text: str = tokenizer.hf_tokenizer.apply_chat_template(
-            list(prompt.messages),
+            thinking.with_reasoning_named(prompt.messages, template),
             tools=list(prompt.tools) or None,
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            **prompt.template_kwargs,
+            **{**arguments, **prompt.template_kwargs},
         )
     except Exception as error:  # a template is a program run on the client's data: any error can come out of it
         reason = str(error) or type(error).__name__
@@ -58,16 +64,28 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
         raise InvalidParameter(
             f"the model's chat template does not accept these messages: {reason}", param="messages"
         ) from error
+    if thinking.is_off(prompt.reasoning) and not continues and not arguments.keys() & prompt.template_kwargs.keys():
+        return thinking.without_thoughts(text, template, tokenizer.has_token)
     return text
+
+
+def begun_answer(prompt: ChatPrompt) -> str:
+    """The text of the last message, if that is an answer which the model is to go on with."""
+    if not prompt.messages:
+        return ""
+    last = prompt.messages[-1]
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return ""
+    return last.get("content") or ""
 
 
 def encode_prompt(
     tokenizer: Tokenizer,
     prompt: Prompt,
     context_length: int | None = None,
-    on_rendered: Callable[[], None] | None = None,
+    on_rendered: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt: at least one. `on_rendered` is called when a chat's template is done.
+    """Token ids of a prompt: at least one. `on_rendered` is called with a chat's text when its template is done.
 
     A rendered chat gets no special tokens beside those its template wrote; plain text gets what the tokenizer adds (a
     beginning-of-sequence token, mostly). With `context_length`, a text that cannot fit is refused before it is
@@ -84,7 +102,7 @@ def encode_prompt(
             _check_bound(len(prompt.messages), context_length, param="messages")
             text = render(tokenizer, prompt)
             if on_rendered is not None:
-                on_rendered()
+                on_rendered(text)
             ids = _encode(tokenizer, text, context_length, add_special_tokens=False, param="messages")
         case TextPrompt():
             ids = _encode(tokenizer, prompt.text, context_length, add_special_tokens=True, param=prompt.param)
@@ -127,13 +145,6 @@ def _checked_ids(tokenizer: Tokenizer, prompt: TokenPrompt) -> list[int]:
                 param=prompt.param,
             )
     return list(prompt.token_ids)
-
-
-def _ends_with_begun_answer(prompt: ChatPrompt) -> bool:
-    if not prompt.messages:
-        return False
-    last = prompt.messages[-1]
-    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
 
 
 def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:

@@ -10,6 +10,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from mlxserve.core.constraint import MAX_CHOICES, Grammar
 from mlxserve.errors import InvalidParameter
 from mlxserve.text import grammar_text, json_schema
+from mlxserve.text.opening import Opening
 from mlxserve.text.token_constraint import GrammarConstraint, Unwritable
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -46,17 +47,19 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._first_masked = b""
 
-    def compile(self, grammar: Grammar) -> GrammarConstraint:
-        """A constraint at the beginning of an answer.
+    def compile(self, grammar: Grammar, opening: Opening | None = None) -> GrammarConstraint:
+        """A constraint at the beginning of an answer. `opening`: what comes before the text that the grammar is about.
 
         Raises:
             InvalidParameter: the grammar is too large, not valid, uses what is not supported, or allows no text that
                 this model can write. `param` is the client's field.
         """
         try:
-            return self._compile(grammar)
+            constraint = self._compile(grammar)
         except (json_schema.UnsupportedSchema, grammar_text.UnsupportedGrammar) as error:
             raise InvalidParameter(f"Invalid '{grammar.param}': {error}.", param=grammar.param) from error
+        constraint.opening = opening
+        return constraint
 
     def _compile(self, grammar: Grammar) -> GrammarConstraint:
         source = _source(grammar)
