@@ -188,7 +188,7 @@ def test_the_users_file_lies_in_the_configuration_folder(tmp_path, monkeypatch):
         ("x = 1\n", "[x] entry: must be a table"),
         ("[x]\n", "[x] source: is missing"),
         ("[x]\nsource = 'org/name'\n", "[x] source: must be a table, not 'org/name'"),
-        ("[x]\nsource = {}\n", "[x] source: needs repo (and revision), or package and file, or path; it has []"),
+        ("[x]\nsource = {}\n", "[x] source: needs repo (and revision, gguf), or package and file, or path; it has []"),
         ("[x]\nsource = { repo = 'a/b', file = 'c' }\n", "it has ['file', 'repo']"),
         ("[x]\nsource = { repo = 'a/b', path = 'c' }\n", "it has ['path', 'repo']"),
         ("[x]\nsource = { package = 'c' }\n", "it has ['package']"),

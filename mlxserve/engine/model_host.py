@@ -16,6 +16,7 @@ from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.journal import Journal
 from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
+from mlxserve.engine.library import Library
 from mlxserve.engine.served_model import ModelDescription, ServedModel
 from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
 from mlxserve.runner import device
@@ -92,6 +93,8 @@ class ModelHost:
         self._progress = progress
         self.journal = Journal(keep_prompts=keep_prompts)
         """Requests of all models, under way and ended."""
+        self.library = Library(registry)
+        """The models of this machine, loaded or not."""
         self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="mlxserve-text")
         self._models: dict[ModelSource, asyncio.Task[ServedModel]] = {}
         self._deaths: dict[ModelSource, str] = {}
@@ -249,6 +252,8 @@ class ModelHost:
         loaded = await asyncio.wrap_future(
             thread.call(lambda: loader.load(path, name=source.name, dtype_policy=found.dtype_policy))
         )
+        if source.template is not None:
+            loaded.tokenizer.chat_template = source.template
         tokenizer = await loop.run_in_executor(self._executor, Tokenizer, loaded.tokenizer, loaded.eos_token_ids)
         draft = await self._load_draft(source, tokenizer, thread, found)
         context_length = self._context_length(source, loaded.context_length)
@@ -284,6 +289,8 @@ class ModelHost:
             speculation=_kinds_of_speculation(built),
             can_embed=built.can_embed,
             pooling=loaded.pooling,
+            system=source.system,
+            stop=source.stop,
         )
         self._deaths.pop(source, None)
         return ServedModel(

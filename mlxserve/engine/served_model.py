@@ -32,7 +32,7 @@ from mlxserve.errors import (
     InvalidParameter,
     QueueFull,
 )
-from mlxserve.text.chat_template import encode_prompt
+from mlxserve.text.chat_template import encode_prompt, with_system
 from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.infill import infill_end_ids
@@ -60,6 +60,10 @@ class ModelDescription:
     can_embed: bool = False
     pooling: Pooling = Pooling.LAST
     """What its embeddings are made by."""
+    system: str | None = None
+    """System message of a chat that has none."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of a request that names none."""
 
 
 class ServedModel:
@@ -254,7 +258,7 @@ class ServedModel:
         trace.request = engine_request
         generation = Generation(
             engine_request,
-            stop=request.stop,
+            stop=request.stop or self.description.stop,
             detokenizer=IncrementalDetokenizer(self.tokenizer),
             timeline=timeline,
             trace=trace,
@@ -280,7 +284,10 @@ class ServedModel:
 
         if request.wants_embedding:
             return self._read_embedded(request), [None] * num_samples
-        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length, rendered)
+        prompt = request.prompt
+        if isinstance(prompt, ChatPrompt) and self.description.system is not None:
+            prompt = with_system(prompt, self.description.system)
+        prompt_ids = encode_prompt(self.tokenizer, prompt, self.context_length, rendered)
         grammar = request.grammar
         if grammar is None:
             return prompt_ids, [None] * num_samples
