@@ -228,12 +228,13 @@ def _plan(name: str, location: HubRepo) -> Plan:
     siblings = info.siblings or []
     names = [file.rfilename for file in siblings]
     reason = repo_files.refusal(names, location.gguf)
-    wanted = set(repo_files.wanted(names, location.gguf))
-    if reason is None and any(file.endswith(".gguf") for file in wanted):
-        architecture = (info.gguf or {}).get("architecture")
-        reason = repo_files.gguf_refusal(architecture) if architecture else None
     if reason is not None:
         raise DownloadError(f"{location} cannot be used: it {reason}", model=name)
+    wanted = set(repo_files.wanted(names, location.gguf))
+    architecture = (info.gguf or {}).get("architecture")
+    if architecture and any(file.endswith(".gguf") for file in wanted):
+        if reason := repo_files.gguf_refusal(architecture):
+            raise DownloadError(f"{location} cannot be used: {reason}", model=name)
     files = []
     for file in siblings:
         if file.rfilename not in wanted:
@@ -371,8 +372,10 @@ def _receive(job: _Job, plan: Plan, file: RemoteFile, start: int) -> None:
         hf_raise_for_status(response)
         # 206: the rest, as asked for. Anything else is the whole file.
         with plan.partial(file).open("ab" if response.status_code == 206 else "wb") as stream:
-            for chunk in response.iter_bytes(CHUNK_BYTES):
+            # As they come: what a larger chunk had gathered would be lost with the connection.
+            for chunk in response.iter_bytes():
                 stream.write(chunk)
+                stream.flush()
                 job.check()
 
 

@@ -61,9 +61,7 @@ def refusal(names: Sequence[str], gguf: str | None) -> str | None:
             if readable
             else "look for an MLX version of the model: mlxserve search NAME"
         )
-        what = f"has no GGUF file of the quantisation {gguf}" if gguf else "has only GGUF files that cannot be read"
-        if gguf and gguf not in GGUF_PREFERENCE:
-            what = f"{gguf} cannot be read"
+        what = "has no GGUF file that can be read" if gguf is None else f"has no GGUF file of {gguf} that can be read"
         return f"{what} (it has {', '.join(quantizations)}; {', '.join(GGUF_PREFERENCE)} can be read): {instead}"
     if not _matching(top, ["model*.safetensors"]):
         if _matching(names, [*PICKLES, *("*/" + pattern for pattern in PICKLES)]):
