@@ -96,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(404, {}, {"X-Error-Code": "RepoNotFound"})
         elif repo.gated:
             self._answer(403, {}, {"X-Error-Code": "GatedRepo"})
-        elif revision not in {**repo.commits, **{commit: "" for commit in repo.commits.values()}}:
+        elif revision not in {**repo.commits, **dict.fromkeys(repo.commits.values(), "")}:
             self._answer(404, {}, {"X-Error-Code": "RevisionNotFound"})
         elif what == "tree":
             self._answer(200, [{"type": "file", **_entry(file, data)} for file, data in repo.files.items()])

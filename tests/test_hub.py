@@ -102,7 +102,7 @@ def test_pull_then_offline(server, tmp_path):
     assert run(offline, tmp_path, "show", name="test/model")["result"] == pulled["result"]
     again = run(offline, tmp_path, name="test/model")
     assert again["error"] == "DownloadError"
-    assert "the hub cannot be reached for test/model" in again["message"]
+    assert "downloading test/model failed, the hub cannot be reached" in again["message"]
 
 
 def test_what_is_here_is_not_fetched_again(server, tmp_path):
@@ -195,13 +195,17 @@ def test_one_gguf_file_is_fetched(server, tmp_path, name, file):
     result = run(server, tmp_path, name=name)
     # What it holds is no model, which is found out when it is here.
     assert (result["error"], file in result["message"]) == ("ModelLoadError", True)
-    assert {path.split("/")[-1] for path in server.requested if path.startswith("GET ") and "/resolve/" in path} == {file}
+    assert {path.split("/")[-1] for path in server.requested if path.startswith("GET ") and "/resolve/" in path} == {
+        file
+    }
 
 
 def test_disk_full(server, tmp_path):
     result = run(server, tmp_path, name="test/model", free=100_000)
     assert result["error"] == "DownloadError"
-    assert re.search(r"test/model needs 0\.00 GB more and the disk of \S+ has 0\.00 GB free; make room", result["message"])
+    assert re.search(
+        r"test/model needs 0\.00 GB more and the disk of \S+ has 0\.00 GB free; make room", result["message"]
+    )
     assert not server.fetched(FIRST)
 
 

@@ -21,10 +21,10 @@ class LoadDisplay:
         self._tenths_told = 0
 
     @contextmanager
-    def loading(self, name: str) -> Iterator[None]:
-        """Show that `name` is loading while the block runs."""
+    def loading(self, name: str, doing: str = "loading") -> Iterator[None]:
+        """Show what is done with `name` while the block runs."""
         self._name = name
-        self._shown.enter_context(spinner(f"loading {name}"))
+        self._shown.enter_context(spinner(f"{doing} {name}"))
         try:
             yield
         finally:

@@ -12,7 +12,9 @@ from typing import Any
 
 from mlxserve.errors import InvalidParameter, ModelError, ModelInUse, ModelNotFound
 from mlxserve.store import alias_file, hub
+from mlxserve.store.fit import Fit, fit
 from mlxserve.store.hub import ProgressCallback
+from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, ModelSource
@@ -109,6 +111,11 @@ class Library:
         """
         source = self.registry.resolve(name, allow_paths=False)
         return _stored(source, read_facts(hub.fetch(source, progress, cancelled), source.name))
+
+    def fit(self, name: str, *, allow_paths: bool = False) -> Fit:
+        """How the model of that name fits into this machine's memory. Raises as show()."""
+        model = self.show(name, allow_paths=allow_paths)
+        return fit(model.facts, this_machine(), model.context_length)
 
     def remove(self, name: str) -> int:
         """Remove the name, if it is in the user's file, and the files of a hub model, unless other names need them.

@@ -1,6 +1,7 @@
 """The models of this process: found by name, loaded once, served until the host closes."""
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import time
@@ -22,7 +23,10 @@ from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotF
 from mlxserve.runner import device
 from mlxserve.runner.device import Device
 from mlxserve.store import hub, loader
+from mlxserve.store.fit import fit, require_fit
 from mlxserve.store.loader import LoadedModel
+from mlxserve.store.machine import this_machine
+from mlxserve.store.model_facts import read_facts
 from mlxserve.store.model_source import HubRepo, ModelSource
 from mlxserve.store.registry import Registry
 from mlxserve.text.tokenizer import Tokenizer
@@ -249,6 +253,7 @@ class ModelHost:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         path = await loop.run_in_executor(None, self._locate, source)
+        await loop.run_in_executor(None, _check_fit, source, path, found)
         loaded = await asyncio.wrap_future(
             thread.call(lambda: loader.load(path, name=source.name, dtype_policy=found.dtype_policy))
         )
@@ -353,6 +358,19 @@ def _kinds_of_speculation(built: BuiltEngine) -> frozenset[Speculation]:
     if built.has_draft_model:
         kinds.add(Speculation.DRAFT)
     return frozenset(kinds)
+
+
+def _check_fit(source: ModelSource, path: Path, found: Device) -> None:
+    """Say how the model fits; raises ModelTooLarge if it cannot be loaded."""
+    try:
+        facts = read_facts(path, source.name)
+    except ModelLoadError:
+        # The loader finds the same fault, and knows more to say about it.
+        return
+    machine = dataclasses.replace(this_machine(), budget=found.memory_budget, is_metal=found.is_metal)
+    fitting = fit(facts, machine, source.context_length or facts.context_length)
+    logger.info("%s: %s", source.name, fitting.line())
+    require_fit(fitting, source.name)
 
 
 def _exempt_from_collection() -> None:

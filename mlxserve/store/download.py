@@ -232,9 +232,9 @@ def _plan(name: str, location: HubRepo) -> Plan:
         raise DownloadError(f"{location} cannot be used: it {reason}", model=name)
     wanted = set(repo_files.wanted(names, location.gguf))
     architecture = (info.gguf or {}).get("architecture")
-    if architecture and any(file.endswith(".gguf") for file in wanted):
-        if reason := repo_files.gguf_refusal(architecture):
-            raise DownloadError(f"{location} cannot be used: {reason}", model=name)
+    is_gguf = any(file.endswith(".gguf") for file in wanted)
+    if is_gguf and architecture and (reason := repo_files.gguf_refusal(architecture)):
+        raise DownloadError(f"{location} cannot be used: {reason}", model=name)
     files = []
     for file in siblings:
         if file.rfilename not in wanted:
@@ -405,14 +405,8 @@ def _silent_bar() -> type:
 
 def _failure(name: str, location: HubRepo, error: Exception) -> DownloadError:
     """The error for what the hub's client or the system raised."""
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
-    problem = f"downloading {location} failed ({_reason(error)}); try again, what has come is kept"
     if isinstance(error, GatedRepoError):
         problem = (
             f"{location} asks for its licence to be accepted: do so on its page, then log in here with: hf auth login"
@@ -421,18 +415,27 @@ def _failure(name: str, location: HubRepo, error: Exception) -> DownloadError:
         problem = f"{location} is not on the hub, or is private: check the spelling, or log in with: hf auth login"
     elif isinstance(error, RevisionNotFoundError):
         problem = f"{location.repo} has no revision {location.revision!r} on the hub"
-    elif isinstance(error, OfflineModeIsEnabled) or "Connect" in type(error).__name__:
-        problem = (
-            f"the hub cannot be reached for {location} ({_reason(error)}); "
-            "connect to the network (and unset HF_HUB_OFFLINE if it is set) and try again"
-        )
     elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         problem = (
             f"the disk is full while downloading {location}; make room or set HF_HOME to a larger disk, then try again"
         )
+    else:
+        problem = describe_failure(f"downloading {location}", error)
     result = DownloadError(problem, model=name)
     result.__cause__ = error
     return result
+
+
+def describe_failure(doing: str, error: Exception) -> str:
+    """What to do when the hub cannot be reached, or does not do what it should."""
+    from huggingface_hub.errors import OfflineModeIsEnabled
+
+    if isinstance(error, OfflineModeIsEnabled) or "Connect" in type(error).__name__:
+        return (
+            f"{doing} failed, the hub cannot be reached ({_reason(error)}); "
+            "connect to the network (and unset HF_HUB_OFFLINE if it is set) and try again"
+        )
+    return f"{doing} failed ({_reason(error)}); try again, what has come is kept"
 
 
 def _reason(error: BaseException | None) -> str:

@@ -19,6 +19,8 @@ FALLBACK_CONTEXT_LENGTH = 8192
 MAX_LICENSE_LENGTH = 100_000
 
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
+_NOT_OF_TEXT = re.compile(r"(?:model\.)?(?:vision_|visual\.|audio_|multi_modal_projector|mm_)")
+"""Tensors that mlx-lm, which reads and writes text only, leaves out."""
 _SCALES = (".scales", ".biases")
 
 
@@ -35,6 +37,7 @@ class ModelFacts:
     architecture: str
     num_parameters: int
     weight_bytes: int
+    """Of what is loaded, as the files have it."""
     quantization: str
     context_length: int
     embedding_length: int | None
@@ -46,6 +49,8 @@ class ModelFacts:
     """File with the tokens: tokenizer.json, or the GGUF file."""
     expert_parameters: int = 0
     """Parameters of routed experts, of which a token uses some."""
+    lookup_bytes: int = 0
+    """Bytes of an embedding table that is not the output matrix, too: a token reads one row of it."""
 
     def has_token(self, token: str) -> bool:
         """Whether the vocabulary may have a token: looked for in the file's bytes, since parsing a large one takes
@@ -101,7 +106,7 @@ def _of_folder(folder: Path, name: str) -> ModelFacts:
         format="safetensors",
         architecture=str(config.get("model_type", "unknown")),
         num_parameters=sum(counts.values()),
-        weight_bytes=sum(tensor.num_bytes for tensor in tensors.values()),
+        weight_bytes=sum(tensor.num_bytes for key, tensor in tensors.items() if not _NOT_OF_TEXT.match(key)),
         quantization=_quantization(config, tensors),
         context_length=context_length(config) or FALLBACK_CONTEXT_LENGTH,
         embedding_length=hidden if isinstance(hidden, int) else None,
@@ -110,6 +115,7 @@ def _of_folder(folder: Path, name: str) -> ModelFacts:
         config=config,
         tokens_file=next((path for path in files if path.name == "tokenizer.json"), None),
         expert_parameters=sum(count for key, count in counts.items() if _is_expert(key)),
+        lookup_bytes=_lookup_bytes(tensors),
     )
 
 
@@ -137,6 +143,9 @@ def _of_gguf(path: Path, name: str) -> ModelFacts:
         config=config,
         tokens_file=path,
         expert_parameters=sum(count for key, count in counts.items() if "_exps." in key),
+        lookup_bytes=file.tensors["token_embd.weight"].num_bytes
+        if {"token_embd.weight", "output.weight"} <= file.tensors.keys()
+        else 0,
     )
 
 
@@ -187,6 +196,12 @@ def _quantization(config: dict[str, Any], tensors: dict[str, TensorInfo]) -> str
 
 def _is_expert(key: str) -> bool:
     return ("switch_mlp." in key or ".experts." in key) and "shared_expert" not in key
+
+
+def _lookup_bytes(tensors: dict[str, TensorInfo]) -> int:
+    if not any("lm_head." in key for key in tensors):
+        return 0
+    return sum(tensor.num_bytes for key, tensor in tensors.items() if "embed_tokens." in key)
 
 
 def _folder_template(folder: Path, name: str) -> str | None:
