@@ -14,15 +14,18 @@ from mlxserve.errors import MlxserveError
 from mlxserve.store.registry import Registry
 
 
-def call(method: str, *, free: int | None = None, threads: int = 1, **arguments: Any) -> dict[str, Any]:
-    """`free`: bytes the disk is said to have; `threads`: so many calls at the same time."""
+def call(
+    method: str, *, free: int | None = None, threads: int = 1, names: list[str] | None = None, **arguments: Any
+) -> dict[str, Any]:
+    """`free`: bytes the disk is said to have; `threads`: so many calls at the same time; `names`: one for each,
+    in turn."""
     if free is not None:
         usage = shutil.disk_usage("/")._replace(free=free)
         shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
     library = Library(Registry())
     outcomes: list[dict[str, Any]] = []
 
-    def once() -> None:
+    def once(**arguments: Any) -> None:
         progress: list[tuple[int, int]] = []
         extra: dict[str, Any] = {"progress": lambda *numbers: progress.append(numbers)} if method == "pull" else {}
         outcome: dict[str, Any] = {"progress": progress}
@@ -33,10 +36,14 @@ def call(method: str, *, free: int | None = None, threads: int = 1, **arguments:
             outcome |= {"error": type(error).__name__, "message": str(error)}
         outcomes.append(outcome)
 
+    if names is not None:
+        for name in names:
+            once(name=name)
+        return {"outcomes": outcomes}
     if threads == 1:
-        once()
+        once(**arguments)
         return outcomes[0]
-    callers = [threading.Thread(target=once) for _ in range(threads)]
+    callers = [threading.Thread(target=once, kwargs=arguments) for _ in range(threads)]
     for caller in callers:
         caller.start()
     for caller in callers:

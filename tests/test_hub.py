@@ -68,6 +68,16 @@ def start(endpoint: str, home: Path, method: str, environ: dict[str, str] | None
     )
 
 
+def cli(endpoint: str, home: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlxserve", *command],
+        env=environment(endpoint, home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
 def finish(process: subprocess.Popen[str]) -> dict[str, Any]:
     out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
@@ -124,14 +134,17 @@ def test_a_cut_connection_is_resumed(server, tmp_path):
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
 def test_an_interrupted_pull_keeps_what_has_come(server, tmp_path, how):
     server.held.add(SECOND)
-    process = start(server.url, tmp_path, "pull", name="test/model")
+    process = cli(server.url, tmp_path, "pull", "test/model")
     assert server.holding.wait(30)
     blobs, half = tmp_path / "hub" / "models--test--model" / "blobs", len(FILES[SECOND]) // 2
     while [path.stat().st_size for path in blobs.glob("*" + PARTIAL_SUFFIX)] != [half]:
         assert process.poll() is None
         time.sleep(0.01)
     process.send_signal(how)
-    process.communicate(timeout=30)
+    _, err = process.communicate(timeout=30)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "Stopped; `mlxserve pull test/model` goes on from here." in err
     server.held.clear()
     server.requested.clear()
     pulled = run(server, tmp_path, name="test/model")
@@ -161,28 +174,30 @@ def test_a_file_that_stays_damaged_is_reported(server, tmp_path):
     assert "test/model" not in [model["name"] for model in run(server, tmp_path, "models")["result"]]
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("test/none", "test/none is not on the hub, or is private: check the spelling, or log in"),
-        ("test/gated", "test/gated asks for its licence to be accepted"),
-        ("test/model@v9", "test/model has no revision 'v9'"),
-        ("test/nothing", "it has no weights in model*.safetensors or GGUF files"),
-        ("test/pickles", "it has its weights as pickles, which can run code when they are read"),
-        ("test/own-code", "it needs its own code ('own.py'), which mlxserve never runs"),
-        ("test/auto-map", "it needs its own code: the model type 'never_heard_of' is not one of mlx-lm's"),
-        ("test/no-tokenizer", "it has no tokenizer (tokenizer.json)"),
-        ("test/model:Q4_0", "it has no GGUF files; leave the quantisation out of the name"),
-        ("test/gguf:Q4_K_M", "it has no GGUF file of Q4_K_M that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; "),
-        ("test/gguf:Q4_1", "it has no GGUF file of Q4_1 that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; "),
-        ("test/k-quants", "it has no GGUF file that can be read (it has IQ2_XS, Q4_K_M; "),
-        ("test/gemma-gguf", "architecture 'gemma3' is not supported in GGUF files"),
-    ],
-)
-def test_what_is_refused_before_any_weights_come(server, tmp_path, name, words):
-    result = run(server, tmp_path, name=name)
-    assert result["error"] == "DownloadError"
-    assert words in result["message"]
+REFUSALS = {
+    "test/none": "test/none is not on the hub, or is private: check the spelling, or log in",
+    "test/gated": "test/gated asks for its licence to be accepted",
+    "test/model@v9": "test/model has no revision 'v9'",
+    "test/nothing": "it has no weights in model*.safetensors or GGUF files",
+    "test/pickles": "it has its weights as pickles, which can run code when they are read",
+    "test/own-code": "it needs its own code ('own.py'), which mlxserve never runs",
+    "test/auto-map": "it needs its own code: the model type 'never_heard_of' is not one of mlx-lm's",
+    "test/no-tokenizer": "it has no tokenizer (tokenizer.json)",
+    "test/model:Q4_0": "it has no GGUF files; leave the quantisation out of the name",
+    "test/gguf:Q4_K_M": "it has no GGUF file of Q4_K_M that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
+    "test/gguf:Q4_1": "it has no GGUF file of Q4_1 that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
+    "test/k-quants": "it has no GGUF file that can be read (it has IQ2_XS, Q4_K_M; ",
+    "test/gemma-gguf": "architecture 'gemma3' is not supported in GGUF files",
+}
+
+
+def test_what_is_refused_before_any_weights_come(server, tmp_path):
+    results = finish(start(server.url, tmp_path, "pull", names=list(REFUSALS)))["outcomes"]
+    assert {name: result["error"] for name, result in zip(REFUSALS, results, strict=True)} == dict.fromkeys(
+        REFUSALS, "DownloadError"
+    )
+    for words, result in zip(REFUSALS.values(), results, strict=True):
+        assert words in result["message"]
     assert not any("safetensors" in path or "gguf" in path for path in server.requested if "/resolve/" in path)
 
 
@@ -272,6 +287,36 @@ def test_a_link_out_of_the_store_is_refused(server, tmp_path):
     assert "which is outside of the hub's cache; remove it (mlxserve rm test/model)" in result["message"]
     assert "test/model" not in [model["name"] for model in run(server, tmp_path, "models")["result"]]
     assert run(server, tmp_path, "remove", name="test/model")["result"] > 0
+
+
+def test_commands_against_the_hub(server, tmp_path):
+    def command(*words):
+        process = cli(server.url, tmp_path, *words)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    assert command("pull", "test/model")[::2] == (0, "downloading test/model: 100 % of 0 MB\nsuccess\n")
+    listed = json.loads(command("list", "test", "--json")[1])
+    assert [(model["name"], model["size"], model["source"]) for model in listed] == [
+        ("test/model", TOTAL, "test/model")
+    ]
+    found = json.loads(command("search", "MODEL", "--json")[1])
+    assert found == [{"name": "test/model", "downloads": 7, "size": None}]
+    assert "test/model" in command("search", "model")[1]
+    code, _, err = command("search", "nothing-like-it")
+    assert (code, err) == (0, "No MLX model of the hub has 'nothing-like-it' in its name.\n")
+    code, _, err = command("pull", "test/none")
+    assert (code, err.startswith("Error: test/none is not on the hub")) == (1, True)
+    assert command("rm", "test/model")[1] == f"deleted 'test/model', {TOTAL / 1e3:.0f} KB freed\n"
+    code, _, err = command("rm", "test/model")
+    assert (code, err) == (1, "Error: test/model is not on this machine; mlxserve list shows what is\n")
+
+
+def test_a_search_without_a_network(tmp_path):
+    process = cli(closed_url(), tmp_path, "search", "x")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.startswith("Error: searching 'x' failed, the hub cannot be reached (")
 
 
 def test_sources_of_this_machine(tmp_path):

@@ -72,9 +72,8 @@ class Library:
         read: dict[Path, ModelFacts] = {}
         aliases = self.registry.aliases
         named = {source.location for source in aliases.values() if isinstance(source.location, HubRepo)}
-        repos = [cached.location for cached in hub.cached_repos()]
         sources = [source for _, source in sorted(aliases.items())]
-        sources += [ModelSource(str(location), location) for location in repos if location not in named]
+        sources += [ModelSource(str(location), location) for location in hub.cached_repos() if location not in named]
         for source in sources:
             try:
                 path = hub.find_local(source)

@@ -141,6 +141,11 @@ def _editing(file: Path) -> Iterator["TOMLDocument"]:
         os.replace(partial, file.resolve())
 
 
+def _keys(dotted: str) -> list[str]:
+    """The parts of a TOML key, without their quotes."""
+    return [part.strip("\"'") for part in re.findall(r"\"[^\"]*\"|'[^']*'|[^.\s\"']+", dotted)]
+
+
 @dataclass(frozen=True, slots=True)
 class _Entry:
     """One alias while it is checked."""
@@ -153,19 +158,20 @@ class _Entry:
         return ConfigError(f"{self.file}{self._line(field_name)}: [{self.alias}] {field_name}: {problem}")
 
     def _line(self, field_name: str) -> str:
-        """ ", line N" of the field, or else of the table; tomllib does not tell where a value stood."""
-        found = None
-        in_table = False
-        key = field_name.partition(".")[0]
+        """ ", line N" of the field, or else of the table it is in; tomllib does not tell where a value stood."""
+        path = [self.alias, *field_name.split(".")]
+        found, depth = 0, 0
         for number, line in enumerate(self.text.splitlines(), 1):
-            if header := re.match(r"\s*\[+\s*[\"']?([^\]\"']*)[\"']?[^\]]*\]", line):
-                in_table = header[1].strip() == self.alias
-                found = number if in_table and found is None else found
-            elif in_table and re.match(rf"\s*[\"']?{re.escape(key)}[\"']?\s*[=.]", line):
-                return f", line {number}"
-            elif found is None and re.match(rf"\s*[\"']?{re.escape(self.alias)}[\"']?\s*[=.]", line):
-                found = number
-        return "" if found is None else f", line {found}"
+            if header := re.match(r"\s*\[(.*)\]", line):
+                keys = _keys(header[1])
+                depth = len(keys) if path[: len(keys)] == keys else len(path)
+                if depth == 1 or depth == len(keys) < len(path):
+                    found = number
+            elif depth < len(path) and (key := re.match(r"\s*([^=#]+?)\s*=", line)):
+                keys = _keys(key[1])
+                if keys == path[depth : depth + len(keys)]:
+                    return f", line {number}"
+        return f", line {found}" if found else ""
 
     def source(self, entry: Any) -> ModelSource:
         name = self.alias.lower()

@@ -7,7 +7,6 @@ import importlib.util
 import json
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.errors import DownloadError, ModelLoadError, ModelNotFound
@@ -15,18 +14,7 @@ from mlxserve.store import download, repo_files
 from mlxserve.store.download import ProgressCallback
 from mlxserve.store.model_source import HubRepo, LocalPath, ModelSource, PackageFile
 
-__all__ = ["CachedRepo", "ProgressCallback", "cached_repos", "delete", "ensure_local", "fetch", "find_local"]
-
-
-@dataclass(frozen=True, slots=True)
-class CachedRepo:
-    """One revision of a repository in the hub's cache."""
-
-    location: HubRepo
-    commit: str
-    folder: Path
-    size: int
-    """Bytes of its files, those shared with other revisions included."""
+__all__ = ["ProgressCallback", "cached_repos", "delete", "ensure_local", "fetch", "find_local"]
 
 
 def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, local_files_only: bool = False) -> Path:
@@ -93,8 +81,8 @@ def find_local(source: ModelSource) -> Path | None:
             return None if folder is None else _of_snapshot(source.name, location, folder)
 
 
-def cached_repos() -> list[CachedRepo]:
-    """The revisions in the hub's cache that could be models, by name; each under the name of its branch or tag."""
+def cached_repos() -> list[HubRepo]:
+    """The revisions in the hub's cache that could be models, by name: that of a branch or tag, if one leads there."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -110,9 +98,8 @@ def cached_repos() -> list[CachedRepo]:
             if not any(file.file_name.endswith((".safetensors", ".gguf")) for file in revision.files):
                 continue
             ref = "main" if "main" in revision.refs else next(iter(sorted(revision.refs)), revision.commit_hash)
-            location = HubRepo(repo.repo_id, ref)
-            found.append(CachedRepo(location, revision.commit_hash, revision.snapshot_path, revision.size_on_disk))
-    return sorted(found, key=lambda each: str(each.location))
+            found.append(HubRepo(repo.repo_id, ref))
+    return sorted(found, key=str)
 
 
 def delete(location: HubRepo) -> int:

@@ -1,9 +1,12 @@
 """Searching the hub for models that MLX runs."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from mlxserve.errors import DownloadError
 from mlxserve.store.download import describe_failure
+
+TIMEOUT = 20.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,12 +24,21 @@ def search(text: str, limit: int) -> list[HubModel]:
     Raises:
         DownloadError: the hub does not answer.
     """
-    from huggingface_hub import HfApi
+    from huggingface_hub import constants
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+        hf_raise_for_status,
+    )
 
+    # HfApi.list_models tries again and again for half a minute where there is no network.
+    parameters: dict[str, Any] = {"filter": "mlx", "search": text, "sort": "downloads", "limit": limit}
+    query: dict[str, Any] = {**parameters, "expand[]": ["downloads", "usedStorage"]}
     try:
-        found = HfApi().list_models(
-            filter="mlx", search=text, sort="downloads", limit=limit, expand=["downloads", "usedStorage"]
+        reply = get_session().get(
+            f"{constants.ENDPOINT}/api/models", params=query, headers=build_hf_headers(), timeout=TIMEOUT
         )
-        return [HubModel(info.id, info.downloads or 0, getattr(info, "used_storage", None)) for info in found]
+        hf_raise_for_status(reply)
+        return [HubModel(each["id"], each.get("downloads", 0), each.get("usedStorage")) for each in reply.json()]
     except Exception as error:  # the hub's client raises those of its HTTP library, another in each version
         raise DownloadError(describe_failure(f"searching {text!r}", error), model=text) from error
