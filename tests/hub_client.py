@@ -1,6 +1,6 @@
-"""One call of the library, in a process whose hub is HF_ENDPOINT: its result or error as JSON on stdout.
+"""Calls of the library in a process whose hub is HF_ENDPOINT: their results or errors as JSON on stdout.
 
-`python tests/hub_client.py '{"method": "pull", "name": "test/model"}'`
+`python tests/hub_client.py '[{"method": "pull", "name": "test/model"}]'`
 """
 
 import json
@@ -13,42 +13,30 @@ from mlxserve.engine.library import Library, StoredModel
 from mlxserve.errors import MlxserveError
 from mlxserve.store.registry import Registry
 
+library = Library(Registry())
 
-def call(
-    method: str, *, free: int | None = None, threads: int = 1, names: list[str] | None = None, **arguments: Any
-) -> dict[str, Any]:
-    """`free`: bytes the disk is said to have; `threads`: so many calls at the same time; `names`: one for each,
-    in turn."""
+
+def call(method: str, *, free: int | None = None, **arguments: Any) -> dict[str, Any]:
+    """`free`: bytes the disk is said to have."""
     if free is not None:
         usage = shutil.disk_usage("/")._replace(free=free)
         shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
-    library = Library(Registry())
+    progress: list[tuple[int, int]] = []
+    extra: dict[str, Any] = {"progress": lambda *numbers: progress.append(numbers)} if method == "pull" else {}
+    try:
+        return {"result": _plain(getattr(library, method)(**arguments, **extra)), "progress": progress}
+    except MlxserveError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+
+
+def call_at_once(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
     outcomes: list[dict[str, Any]] = []
-
-    def once(**arguments: Any) -> None:
-        progress: list[tuple[int, int]] = []
-        extra: dict[str, Any] = {"progress": lambda *numbers: progress.append(numbers)} if method == "pull" else {}
-        outcome: dict[str, Any] = {"progress": progress}
-        try:
-            found = getattr(library, method)(**arguments, **extra)
-            outcome["result"] = _plain(found)
-        except MlxserveError as error:
-            outcome |= {"error": type(error).__name__, "message": str(error)}
-        outcomes.append(outcome)
-
-    if names is not None:
-        for name in names:
-            once(name=name)
-        return {"outcomes": outcomes}
-    if threads == 1:
-        once(**arguments)
-        return outcomes[0]
-    callers = [threading.Thread(target=once, kwargs=arguments) for _ in range(threads)]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join()
-    return {"outcomes": outcomes}
+    threads = [threading.Thread(target=lambda each: outcomes.append(call(**each)), args=(each,)) for each in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return outcomes
 
 
 def _plain(found: Any) -> Any:
@@ -69,4 +57,5 @@ def _plain(found: Any) -> Any:
 
 
 if __name__ == "__main__":
-    print(json.dumps(call(**json.loads(sys.argv[1]))))
+    calls = json.loads(sys.argv[1])
+    print(json.dumps(call_at_once(calls) if sys.argv[2:] == ["at-once"] else [call(**each) for each in calls]))

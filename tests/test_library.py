@@ -1,6 +1,7 @@
 """Names of the user's own: made, copied and removed; and what the files of a model say."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,6 @@ def user_file(tmp_path: Path) -> Path:
 @pytest.fixture
 def library(user_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"), raising=False)
     return Library(Registry(user_file=user_file))
 
 
@@ -178,6 +178,23 @@ def test_removing_names_and_files(library: Library, user_file: Path, cached: Pat
     for name in ("two", "org/name"):
         with pytest.raises(ModelNotFound):
             library.remove(name)
+
+
+def test_what_an_interrupted_download_left_is_removed(library: Library) -> None:
+    blobs = download.repo_folder("org/name") / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / ("a" * 64)).write_bytes(b"whole")
+    (blobs / ("b" * 64 + download.PARTIAL_SUFFIX)).write_bytes(b"part")
+    assert library.remove("org/name") == 9
+    assert not blobs.parent.exists()
+
+
+def test_a_copy_of_a_repository_is_another_one(library: Library, cached: Path) -> None:
+    copy = download.repo_folder("another/copy")
+    shutil.copytree(cached.parent.parent, copy, symlinks=True)
+    assert names(library) == {"org/name", "another/copy"}
+    library.remove("org/name")
+    assert names(library) == {"another/copy"}
 
 
 def test_what_is_not_ours_stays(library: Library, folder: Path) -> None:

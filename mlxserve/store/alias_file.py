@@ -36,7 +36,7 @@ SAMPLING_KEYS = (
 )
 WHOLE_SAMPLING_KEYS = ("top_k", "repeat_last_n")
 _TEXTS = ("system", "template", "license")
-_FIELDS = {"source", "context_length", "sampling", "description", "stop", *_TEXTS}
+FIELDS = {"source", "context_length", "sampling", "description", "stop", *_TEXTS}
 
 
 def read(file: Path, *, required: bool) -> dict[str, ModelSource]:
@@ -180,9 +180,9 @@ class _Entry:
         if not isinstance(entry, dict):
             raise self.wrong("entry", f"must be a table, not {entry!r}")
         for key, value in entry.items():
-            if key not in _FIELDS:
+            if key not in FIELDS:
                 hint = f'; a name with a dot must be quoted: ["{self.alias}.{key}"]' if isinstance(value, dict) else ""
-                raise self.wrong(key, f"unknown field (known: {', '.join(sorted(_FIELDS))}){hint}")
+                raise self.wrong(key, f"unknown field (known: {', '.join(sorted(FIELDS))}){hint}")
         context_length = entry.get("context_length")
         if context_length is not None and (type(context_length) is not int or context_length < 1):
             raise self.wrong("context_length", f"must be a positive whole number, not {context_length!r}")

@@ -3,8 +3,10 @@
 The cache's layout is huggingface_hub's: a snapshot is a folder of links to blobs that are named by their hash.
 """
 
+import dataclasses
 import importlib.util
 import json
+import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,7 +89,7 @@ def cached_repos() -> list[HubRepo]:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir().repos
+        repos = scan_cache_dir(download.cache_folder()).repos
     except CacheNotFound:
         return []
     found = []
@@ -109,18 +111,23 @@ def delete(location: HubRepo) -> int:
         OSError: a file cannot be removed.
     """
     from huggingface_hub import scan_cache_dir
-    from huggingface_hub.errors import CacheNotFound
 
     freed = download.remove_partials(location.repo)
-    folder = _snapshot_folder(location)
-    if folder is None:
+    repo, folder = download.repo_folder(location.repo), _snapshot_folder(location)
+    if not repo.is_dir():
         return freed
-    try:
-        strategy = scan_cache_dir().delete_revisions(folder.name)
-    except CacheNotFound:
-        return freed
-    strategy.execute()
-    return freed + strategy.expected_freed_size
+    cache = scan_cache_dir(download.cache_folder())
+    # A commit has the same hash in a copy of its repository: only this one must be looked at.
+    ours = frozenset(each for each in cache.repos if each.repo_path.name == repo.name)
+    if folder is not None and any(revision.commit_hash == folder.name for each in ours for revision in each.revisions):
+        strategy = dataclasses.replace(cache, repos=ours).delete_revisions(folder.name)
+        strategy.execute()
+        return freed + strategy.expected_freed_size
+    if folder is not None or not any(each.revisions for each in ours):
+        # What an interrupted download left, or too damaged to be read as a repository.
+        freed += sum(path.stat().st_size for path in (repo / "blobs").glob("*") if path.is_file())
+        shutil.rmtree(repo)
+    return freed
 
 
 def _ignore(num_bytes: int, total: int) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 from mlxserve.errors import ConfigError
 
-_REFUSED = {
+REFUSED = {
     "adapter": "adapters are not supported",
     "message": "messages to begin with are not supported; put what they should do into SYSTEM",
     "requires": "it names a version of Ollama; leave it out",
 }
-_SINGLE = ("from", "system", "template", "license")
+INSTRUCTIONS = ("from", "system", "template", "license")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
             continue
         word, _, rest = line.partition(" ")
         key, rest = word.lower(), rest.strip()
-        if key in _REFUSED:
-            raise ConfigError(f"{name}, line {start}: {word}: {_REFUSED[key]}")
+        if key in REFUSED:
+            raise ConfigError(f"{name}, line {start}: {word}: {REFUSED[key]}")
         if key == "parameter":
             parameter, _, rest = rest.partition(" ")
             rest = rest.strip()
-        elif key not in _SINGLE:
-            known = ", ".join([each.upper() for each in _SINGLE] + ["PARAMETER"])
+        elif key not in INSTRUCTIONS:
+            known = ", ".join([each.upper() for each in INSTRUCTIONS] + ["PARAMETER"])
             raise ConfigError(f"{name}, line {start}: unknown instruction {word!r} (known: {known})")
         if rest.startswith('"""'):
             block = [rest[3:]]
