@@ -16,16 +16,25 @@ from mlxserve.store.registry import Registry
 library = Library(Registry())
 
 
-def call(method: str, *, free: int | None = None, **arguments: Any) -> dict[str, Any]:
-    """`free`: bytes the disk is said to have."""
+def call(method: str, *, free: int | None = None, gives_up: bool = False, **arguments: Any) -> dict[str, Any]:
+    """`free`: bytes the disk is said to have; `gives_up`: wants a download no more when some of it is here."""
     if free is not None:
         usage = shutil.disk_usage("/")._replace(free=free)
         shutil.disk_usage = lambda path: usage  # type: ignore[assignment]
     progress: list[tuple[int, int]] = []
-    extra: dict[str, Any] = {"progress": lambda *numbers: progress.append(numbers)} if method == "pull" else {}
+    cancelled = threading.Event()
+
+    def note(num_bytes: int, total: int) -> None:
+        progress.append((num_bytes, total))
+        if gives_up and num_bytes > 0:
+            cancelled.set()
+
+    extra: dict[str, Any] = {"progress": note, "cancelled": cancelled} if method == "pull" else {}
     try:
         return {"result": _plain(getattr(library, method)(**arguments, **extra)), "progress": progress}
     except MlxserveError as error:
+        if gives_up:
+            print("gave up", file=sys.stderr, flush=True)
         return {"error": type(error).__name__, "message": str(error)}
 
 

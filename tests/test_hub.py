@@ -250,16 +250,35 @@ def test_two_processes_share_a_download_and_both_see_it(server, tmp_path):
     server.held.add(SECOND)
     first = start(server.url, tmp_path, PULL)
     assert server.holding.wait(30)
-    asked = sum("/revision/" in path for path in server.requested)
-    second = start(server.url, tmp_path, PULL)
-    while sum("/revision/" in path for path in server.requested) == asked:
-        assert second.poll() is None
+    second = cli(server.url, tmp_path, "pull", "test/model")
+    # What the first one has brought by now; the second one has asked for no file.
+    assert second.stderr is not None
+    assert re.fullmatch(r"downloading test/model: [1-9]0 % of 0 MB\n", second.stderr.readline())
     server.release.set()
-    for process in (first, second):
-        (outcome,) = finish(process)
-        assert outcome["result"]["name"] == "test/model"
-        assert outcome["progress"][-1] == [TOTAL, TOTAL]
+    (outcome,) = finish(first)
+    assert outcome["progress"][-1] == [TOTAL, TOTAL]
+    _, err = second.communicate(timeout=60)
+    assert (second.returncode, err.endswith("success\n")) == (0, True)
     assert len(server.fetched(SECOND)) == len(server.fetched(FIRST)) == 1
+
+
+def test_who_gives_up_leaves_the_others_their_download(server, tmp_path):
+    server.held.add(SECOND)
+    process = start(server.url, tmp_path, PULL, {**PULL, "gives_up": True}, order="at-once")
+    assert process.stderr is not None
+    assert process.stderr.readline() == "gave up\n"
+    server.release.set()
+    outcomes = sorted(finish(process), key=lambda outcome: "error" in outcome)
+    assert outcomes[0]["result"]["name"] == "test/model"
+    assert outcomes[1]["error"] == "DownloadCancelled"
+    assert len(server.fetched(SECOND)) == 1
+
+
+def test_a_download_that_nobody_wants_ends(server, tmp_path):
+    server.held.add(SECOND)
+    outcome, again = run(server.url, tmp_path, {**PULL, "gives_up": True}, SHOW)
+    assert outcome["error"] == "DownloadCancelled"
+    assert again["error"] == "ModelNotFound"
 
 
 def test_offline(tmp_path):

@@ -5,7 +5,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
+from tiny_gguf import TinyGguf
 from tiny_repos import CONFIG, FIRST, SECOND, TEMPLATE, model_files, safetensors, weights
 
 from mlxserve.engine.library import Library
@@ -239,6 +242,23 @@ def test_parameters_of_quantised_layers(folder: Path) -> None:
     assert facts.quantization == "4-bit"
     assert facts.weight_bytes == sum(size for _, _, size in tensors.values()) - 400
     assert facts.lookup_bytes == 3600
+
+
+def test_gguf_files_of_a_readable_type_and_another(library: Library, tmp_path: Path, user_file: Path) -> None:
+    user_file.parent.mkdir()
+    user_file.write_text(f"[good]\nsource = {{ path = '{tmp_path}/good.gguf' }}\n")
+    with user_file.open("a") as stream:
+        stream.write(f"[bad]\nsource = {{ path = '{tmp_path}/bad.gguf' }}\n")
+    TinyGguf("qwen3", GGMLQuantizationType.Q8_0).write(tmp_path / "good.gguf")
+    good = library.pull("good", lambda done, total: None)
+    assert (good.format, good.architecture, good.quantization) == ("gguf", "qwen3", "Q8_0")
+    assert (good.context_length, good.embedding_length, good.facts.lookup_bytes) == (512, 64, 0)
+    # As llama.cpp's own Q4_0 files have it: the output matrix in a type of more bits.
+    six_bits = (np.zeros((1, 210), np.uint8), GGMLQuantizationType.Q6_K)
+    TinyGguf("qwen3", GGMLQuantizationType.Q8_0, tensors={"output.weight": six_bits}).write(tmp_path / "bad.gguf")
+    with pytest.raises(ModelLoadError, match=r"tensors of the types Q6_K, which cannot be read .* take a file of Q8_0"):
+        library.pull("bad", lambda done, total: None)
+    assert library.show("bad").quantization == "Q8_0"
 
 
 def test_templates_and_licences_where_they_lie(folder: Path) -> None:

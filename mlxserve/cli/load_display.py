@@ -56,6 +56,7 @@ class LoadDisplay:
                 TimeRemainingColumn(),
             )
             self._bar = self._shown.enter_context(Progress(*columns, console=Console(stderr=True)))
-            self._bar.add_task(f"downloading {self._name}")
+            # What is here already must not count as speed.
+            self._bar.add_task(f"downloading {self._name}", completed=num_bytes, total=total_bytes or None)
         task = self._bar.tasks[0]
         self._bar.update(task.id, completed=num_bytes, total=total_bytes or None)

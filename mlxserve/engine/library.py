@@ -15,7 +15,7 @@ from mlxserve.store import alias_file, hub
 from mlxserve.store.fit import Fit, fit
 from mlxserve.store.hub import ProgressCallback
 from mlxserve.store.machine import this_machine
-from mlxserve.store.model_facts import ModelFacts, read_facts
+from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, ModelSource
 from mlxserve.store.registry import Registry, canonical
@@ -106,10 +106,12 @@ class Library:
         Raises:
             ModelNotFound: no name of a model.
             DownloadError: the hub did not give it, it cannot be used, or the disk has no room; DownloadCancelled.
-            ModelLoadError: what came is damaged.
+            ModelLoadError: what came cannot be loaded: a GGUF file of types or an architecture that cannot be read.
         """
         source = self.registry.resolve(name, allow_paths=False)
-        return _stored(source, read_facts(hub.fetch(source, progress, cancelled), source.name))
+        facts = read_facts(hub.fetch(source, progress, cancelled), source.name)
+        require_readable(facts, source.name)
+        return _stored(source, facts)
 
     def fit(self, name: str, *, allow_paths: bool = False) -> Fit:
         """How the model of that name fits into this machine's memory. Raises as show()."""

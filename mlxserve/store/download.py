@@ -14,8 +14,8 @@ import logging
 import shutil
 import textwrap
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,17 +180,35 @@ class _Job:
             _refuse_code(self, plan)
             _remove_damaged(plan)
             _check_disk(self.name, plan)
-            missing = [file for file in plan.files if not (plan.blobs / file.blob).exists()]
-            with ThreadPoolExecutor(NUM_CONNECTIONS) as pool:
-                tasks = [pool.submit(_fetch_blob, self, plan, file) for file in missing]
+            self._fetch_blobs(plan)
+            return _lay_out(plan)
+
+    def _fetch_blobs(self, plan: Plan) -> None:
+        missing = deque(file for file in plan.files if not (plan.blobs / file.blob).exists())
+        failures: list[Exception] = []
+
+        def work() -> None:
+            while not self.cancelled.is_set():
                 try:
-                    for task in tasks:
-                        task.result()
-                except BaseException:
+                    file = missing.popleft()
+                except IndexError:
+                    return
+                try:
+                    _fetch_blob(self, plan, file)
+                except Exception as error:
+                    failures.append(error)
                     # One failure ends them all: whoever waits should hear of it now.
                     self.cancelled.set()
-                    raise
-            return _lay_out(plan)
+
+        # No pool of executors: the interpreter waits for its threads when it ends, and these may wait for the network.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(NUM_CONNECTIONS)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        self.check()
 
     def _wait_with(self, plan: Plan) -> Callable[[], None]:
         """What to do while another process downloads the same: show how far it is."""

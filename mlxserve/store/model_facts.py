@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from mlxserve.errors import ModelLoadError
 from mlxserve.store.gguf_file import GgufFile
+from mlxserve.store.gguf_weights import SUPPORTED
+from mlxserve.store.repo_files import gguf_refusal
 from mlxserve.store.safetensors_header import BadHeader, TensorInfo, read_header
 
 CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions", "n_ctx")
@@ -18,6 +20,7 @@ FALLBACK_CONTEXT_LENGTH = 8192
 """For the rare model that does not say how long its context is."""
 MAX_LICENSE_LENGTH = 100_000
 
+GGUF_TYPES = frozenset(type_.name for type_ in SUPPORTED)
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
 _NOT_OF_TEXT = re.compile(r"(?:model\.)?(?:vision_|visual\.|audio_|multi_modal_projector|mm_)")
 """Tensors that mlx-lm, which reads and writes text only, leaves out."""
@@ -49,6 +52,8 @@ class ModelFacts:
     """File with the tokens: tokenizer.json, or the GGUF file."""
     expert_parameters: int = 0
     """Parameters of routed experts, of which a token uses some."""
+    unreadable_types: tuple[str, ...] = ()
+    """Types of tensors in a GGUF file that cannot be read."""
     lookup_bytes: int = 0
     """Bytes of an embedding table that is not the output matrix, too: a token reads one row of it."""
 
@@ -72,6 +77,24 @@ def read_facts(path: Path, name: str) -> ModelFacts:
         ModelLoadError: the files are missing or damaged.
     """
     return _of_folder(path, name) if path.is_dir() else _of_gguf(path, name)
+
+
+def require_readable(facts: ModelFacts, name: str) -> None:
+    """Refuse a GGUF file that cannot be loaded.
+
+    Raises:
+        ModelLoadError: its architecture, or a type of its tensors; says what to use instead.
+    """
+    if facts.format != "gguf":
+        return
+    reason = gguf_refusal(facts.architecture)
+    if facts.unreadable_types:
+        reason = (
+            f"it holds tensors of the types {', '.join(facts.unreadable_types)}, which cannot be read "
+            f"({', '.join(sorted(GGUF_TYPES))} can); take a file of Q8_0 or F16, or an MLX version of the model"
+        )
+    if reason is not None:
+        raise ModelLoadError(f"{facts.path}: {reason}", model=name)
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -143,6 +166,7 @@ def _of_gguf(path: Path, name: str) -> ModelFacts:
         config=config,
         tokens_file=path,
         expert_parameters=sum(count for key, count in counts.items() if "_exps." in key),
+        unreadable_types=tuple(sorted({tensor.type.name for tensor in file.tensors.values()} - GGUF_TYPES)),
         lookup_bytes=file.tensors["token_embd.weight"].num_bytes
         if {"token_embd.weight", "output.weight"} <= file.tensors.keys()
         else 0,
