@@ -105,7 +105,7 @@ LIST = {"method": "models"}
 def test_pull_then_offline(server, tmp_path):
     pulled = pull(server, tmp_path)
     folder = Path(pulled["result"]["path"])
-    assert {path.name for path in folder.iterdir()} == WANTED
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WANTED
     for name in WANTED:
         assert (folder / name).read_bytes() == FILES[name]
     assert not any(re.search(r"resolve.*(\.py|\.bin|consolidated|original)", path) for path in server.requested)

@@ -44,10 +44,18 @@ def model_files(*, fill: bytes = b"a") -> dict[str, bytes]:
         "modeling_own.py": b"raise SystemExit('never')",
         "pytorch_model.bin": b"pickle",
         "consolidated.safetensors": b"the same again",
+        "1_Pooling/config.json": b'{"pooling_mode_lasttoken": true}',
         "original/model.safetensors": b"the same again",
     }
 
 
-WANTED = {"config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors.index.json", "README.md"}
+WANTED = {
+    "config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "model.safetensors.index.json",
+    "README.md",
+    "1_Pooling/config.json",
+}
 WANTED |= {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

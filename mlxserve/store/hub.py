@@ -8,7 +8,6 @@ import importlib.util
 import json
 import shutil
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 from mlxserve.errors import DownloadError, ModelLoadError, ModelNotFound
@@ -158,7 +157,7 @@ def _snapshot_folder(location: HubRepo) -> Path | None:
 def _of_snapshot(name: str, location: HubRepo, folder: Path) -> Path | None:
     """The model in a snapshot: the folder, or a .gguf file in it; None if it is not complete."""
     if location.gguf is None and _is_complete(folder):
-        files = list(_weight_files(folder))
+        files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     else:
         chosen = repo_files.choose_gguf([path.name for path in folder.glob("*.gguf") if path.exists()], location.gguf)
         if chosen is None:
@@ -173,11 +172,7 @@ def _of_snapshot(name: str, location: HubRepo, folder: Path) -> Path | None:
                 f"remove it (mlxserve rm {name}) and pull the model again",
                 model=name,
             )
-    return folder if len(files) > 1 or files[0].suffix != ".gguf" else files[0]
-
-
-def _weight_files(folder: Path) -> Iterator[Path]:
-    yield from (path for path in folder.iterdir() if path.is_file() or path.is_symlink())
+    return files[0] if files[0].suffix == ".gguf" and len(files) == 1 else folder
 
 
 def _is_complete(folder: Path) -> bool:

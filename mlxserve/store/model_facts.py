@@ -117,7 +117,7 @@ def _of_folder(folder: Path, name: str) -> ModelFacts:
             raise ModelLoadError(f"{file}: {error}; pull the model again", model=name) from error
     if not tensors:
         raise ModelLoadError(f"{folder}: it has no weights (model*.safetensors)", model=name)
-    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     text = config.get("text_config")
     hidden = (text if isinstance(text, dict) else config).get("hidden_size")
     counts = _parameters(tensors, config)

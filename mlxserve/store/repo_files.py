@@ -23,6 +23,8 @@ PATTERNS = (
     "merges.txt",
     "vocab.txt",
 )
+POOLING = "1_Pooling/config.json"
+"""How hidden states become embeddings (store/pooling.py): the one file of a subfolder that is wanted."""
 NOTICES = ("README.md", "LICENSE*")
 """What says which licence it is under."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -41,7 +43,7 @@ def wanted(names: Sequence[str], gguf: str | None) -> list[str]:
     """The files to fetch of those in a repository; nothing in subfolders, which hold other formats of the weights."""
     top = [name for name in names if "/" not in name]
     if gguf is None and _matching(top, ["model*.safetensors"]):
-        return _matching(top, [*PATTERNS, *NOTICES])
+        return [*_matching(top, [*PATTERNS, *NOTICES]), *(name for name in names if name == POOLING)]
     chosen = choose_gguf(top, gguf)
     return [chosen, *_matching(top, NOTICES)] if chosen is not None else []
 
