@@ -16,7 +16,7 @@ import pytest
 from tiny_repos import TEMPLATE, model_files
 
 from mlxserve.cli import app, logs, model_view
-from mlxserve.store import download
+from mlxserve.store import download_plan
 
 COMMIT = "b" * 40
 
@@ -64,7 +64,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture
 def cached(mlxserve: Command, folder: Path) -> None:
     """org/name in the hub's cache."""
-    repo = download.repo_folder("org/name")
+    repo = download_plan.repo_folder("org/name")
     (repo / "refs").mkdir(parents=True)
     (repo / "refs" / "main").write_text(COMMIT)
     (repo / "snapshots").mkdir()

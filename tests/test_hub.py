@@ -16,7 +16,7 @@ from tiny_repos import CONFIG, FIRST, SECOND, WANTED, model_files
 
 from mlxserve.errors import ModelNotFound
 from mlxserve.store import hub
-from mlxserve.store.download import PARTIAL_SUFFIX
+from mlxserve.store.download_plan import PARTIAL_SUFFIX
 from mlxserve.store.model_source import LocalPath, ModelSource, PackageFile
 
 FILES = model_files()

@@ -13,7 +13,7 @@ from tiny_repos import CONFIG, FIRST, SECOND, TEMPLATE, model_files, safetensors
 
 from mlxserve.engine.library import Library
 from mlxserve.errors import ConfigError, InvalidParameter, ModelInUse, ModelLoadError, ModelNotFound
-from mlxserve.store import download
+from mlxserve.store import download_plan
 from mlxserve.store.model_facts import read_facts
 from mlxserve.store.model_source import HubRepo, LocalPath, PackageFile
 from mlxserve.store.modelfile import parse_modelfile, read_modelfile
@@ -36,7 +36,7 @@ def library(user_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.fixture
 def cached(tmp_path: Path, library: Library) -> Path:
     """The snapshot of org/name in the hub's cache, as mlx-lm or any other tool leaves it."""
-    repo = download.repo_folder("org/name")
+    repo = download_plan.repo_folder("org/name")
     snapshot = repo / "snapshots" / COMMIT
     for folder in (snapshot, repo / "blobs", repo / "refs"):
         folder.mkdir(parents=True)
@@ -174,7 +174,7 @@ def test_removing_names_and_files(library: Library, user_file: Path, cached: Pat
     assert library.remove("one") == 0
     assert blobs.exists()
     size = sum(path.stat().st_size for path in blobs.iterdir())
-    (blobs / ("left" + download.PARTIAL_SUFFIX)).write_bytes(b"12345")
+    (blobs / ("left" + download_plan.PARTIAL_SUFFIX)).write_bytes(b"12345")
     assert library.remove("two") == size + 5
     assert not blobs.exists()
     assert "[" not in user_file.read_text()
@@ -184,16 +184,16 @@ def test_removing_names_and_files(library: Library, user_file: Path, cached: Pat
 
 
 def test_what_an_interrupted_download_left_is_removed(library: Library) -> None:
-    blobs = download.repo_folder("org/name") / "blobs"
+    blobs = download_plan.repo_folder("org/name") / "blobs"
     blobs.mkdir(parents=True)
     (blobs / ("a" * 64)).write_bytes(b"whole")
-    (blobs / ("b" * 64 + download.PARTIAL_SUFFIX)).write_bytes(b"part")
+    (blobs / ("b" * 64 + download_plan.PARTIAL_SUFFIX)).write_bytes(b"part")
     assert library.remove("org/name") == 9
     assert not blobs.parent.exists()
 
 
 def test_a_copy_of_a_repository_is_another_one(library: Library, cached: Path) -> None:
-    copy = download.repo_folder("another/copy")
+    copy = download_plan.repo_folder("another/copy")
     shutil.copytree(cached.parent.parent, copy, symlinks=True)
     assert names(library) == {"org/name", "another/copy"}
     library.remove("org/name")

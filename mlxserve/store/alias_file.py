@@ -86,6 +86,8 @@ def put(file: Path, source: ModelSource) -> None:
             elif isinstance(value, str) and "\n" in value:
                 value = tomlkit.string(value, multiline=True)
             table.add(key, value)
+        if len(document):
+            document.add(tomlkit.nl())
         document.add(source.name, table)
 
 

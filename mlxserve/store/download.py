@@ -8,21 +8,19 @@ what any process that waits for it shows as progress.
 import errno
 import fcntl
 import glob
-import hashlib
 import json
 import logging
-import shutil
-import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from mlxserve.errors import DownloadCancelled, DownloadError, MlxserveError
 from mlxserve.store import repo_files
+from mlxserve.store.download_plan import Plan, RemoteFile, check_disk, make_plan
+from mlxserve.store.hub_errors import download_error
 from mlxserve.store.model_source import HubRepo
 
 logger = logging.getLogger(__name__)
@@ -30,85 +28,12 @@ logger = logging.getLogger(__name__)
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes here, bytes in all)."""
 
-PARTIAL_SUFFIX = ".mlxserve-partial"
 LOCK_FILE = ".mlxserve-lock"
-MAX_REASON_LENGTH = 200
 NUM_CONNECTIONS = 4
 MAX_FRUITLESS_TRIES = 5
 """Times in a row that a connection may bring nothing before the download fails."""
 RETRY_SECONDS = 0.5
 POLL_SECONDS = 0.1
-CHUNK_BYTES = 1 << 20
-FREE_BYTES = 100 * 10**6
-"""Left on the disk."""
-
-
-@dataclass(frozen=True, slots=True)
-class RemoteFile:
-    name: str
-    size: int
-    blob: str
-    """Name of its blob in the cache: the SHA-256 of a large file (in LFS), git's SHA-1 of another."""
-    is_lfs: bool
-
-    def is_in(self, path: Path) -> bool:
-        """Whether a file on disk has exactly this content."""
-        if path.stat().st_size != self.size:
-            return False
-        digest = hashlib.sha256() if self.is_lfs else hashlib.sha1(b"blob %d\0" % self.size, usedforsecurity=False)
-        with path.open("rb") as stream:
-            while chunk := stream.read(CHUNK_BYTES):
-                digest.update(chunk)
-        return digest.hexdigest() == self.blob
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """The files of a revision that make a model, and where they go."""
-
-    location: HubRepo
-    commit: str
-    files: tuple[RemoteFile, ...]
-    blobs: Path
-
-    @property
-    def total(self) -> int:
-        return sum(file.size for file in self.files)
-
-    def num_bytes_here(self) -> int:
-        """Bytes that are on disk by now, whoever fetched them."""
-        return sum(min(self._num_bytes_of(file), file.size) for file in self.files)
-
-    def partial(self, file: RemoteFile) -> Path:
-        return self.blobs / (file.blob + PARTIAL_SUFFIX)
-
-    def _num_bytes_of(self, file: RemoteFile) -> int:
-        for path in (self.blobs / file.blob, self.partial(file)):
-            try:
-                return path.stat().st_size
-            except OSError:
-                continue
-        return 0
-
-
-def cache_folder() -> Path:
-    """The hub's cache."""
-    from huggingface_hub import constants
-
-    return Path(constants.HF_HUB_CACHE)
-
-
-def repo_folder(repo: str) -> Path:
-    return cache_folder() / f"models--{repo.replace('/', '--')}"
-
-
-def remove_partials(repo: str) -> int:
-    """Remove what interrupted downloads left; the bytes that frees."""
-    freed = 0
-    for path in (repo_folder(repo) / "blobs").glob("*" + PARTIAL_SUFFIX):
-        freed += path.stat().st_size
-        path.unlink()
-    return freed
 
 
 def pull(name: str, location: HubRepo, progress: ProgressCallback, cancelled: threading.Event) -> Path:
@@ -157,7 +82,7 @@ class _Job:
         except MlxserveError as error:
             self.error = error
         except Exception as error:  # the hub's client raises those of its HTTP library, another in each version
-            self.error = _failure(self.name, self.location, error)
+            self.error = download_error(self.name, self.location, error)
         finally:
             with _lock:
                 _jobs.pop(self.location, None)
@@ -174,12 +99,12 @@ class _Job:
             raise DownloadCancelled(f"the download of {self.location} was cancelled", model=self.name)
 
     def _fetch(self) -> Path:
-        plan = _plan(self.name, self.location)
+        plan = make_plan(self.name, self.location)
         with _only_here(plan.blobs.parent / LOCK_FILE, self._wait_with(plan)):
             self.plan = plan
             _refuse_code(self, plan)
             _remove_damaged(plan)
-            _check_disk(self.name, plan)
+            check_disk(self.name, plan)
             self._fetch_blobs(plan)
             return _lay_out(plan)
 
@@ -239,32 +164,6 @@ def _join(name: str, location: HubRepo) -> _Job:
         job.done.wait()
 
 
-def _plan(name: str, location: HubRepo) -> Plan:
-    from huggingface_hub import HfApi
-
-    info = HfApi().model_info(location.repo, revision=location.revision, files_metadata=True)
-    siblings = info.siblings or []
-    names = [file.rfilename for file in siblings]
-    reason = repo_files.refusal(names, location.gguf)
-    if reason is not None:
-        raise DownloadError(f"{location} cannot be used: it {reason}", model=name)
-    wanted = set(repo_files.wanted(names, location.gguf))
-    architecture = (info.gguf or {}).get("architecture")
-    is_gguf = any(file.endswith(".gguf") for file in wanted)
-    if is_gguf and architecture and (reason := repo_files.gguf_refusal(architecture)):
-        raise DownloadError(f"{location} cannot be used: {reason}", model=name)
-    files = []
-    for file in siblings:
-        if file.rfilename not in wanted:
-            continue
-        blob = file.lfs.sha256 if file.lfs is not None else file.blob_id
-        size = file.lfs.size if file.lfs is not None else file.size
-        if blob is None or size is None or info.sha is None:
-            raise DownloadError(f"the hub does not tell size and hash of {file.rfilename} in {location}", model=name)
-        files.append(RemoteFile(file.rfilename, size, blob, file.lfs is not None))
-    return Plan(location, info.sha or "", tuple(files), repo_folder(location.repo) / "blobs")
-
-
 @contextmanager
 def _only_here(file: Path, wait: Callable[[], None]) -> Iterator[None]:
     """Hold a lock file between processes; `wait` is called again and again while another one has it."""
@@ -303,17 +202,6 @@ def _remove_damaged(plan: Plan) -> None:
         if path.exists() and not file.is_in(path):
             logger.warning("%s of %s is damaged on this machine; fetching it again", file.name, plan.location)
             path.unlink()
-
-
-def _check_disk(name: str, plan: Plan) -> None:
-    needed = plan.total - plan.num_bytes_here()
-    free = shutil.disk_usage(plan.blobs.parent).free
-    if needed and needed + FREE_BYTES > free:
-        raise DownloadError(
-            f"{plan.location} needs {needed / 1e9:.2f} GB more and the disk of {cache_folder()} has "
-            f"{free / 1e9:.2f} GB free; make room (mlxserve list, mlxserve rm), or set HF_HOME to a larger disk",
-            model=name,
-        )
 
 
 def _fetch_blob(job: _Job, plan: Plan, file: RemoteFile) -> None:
@@ -419,43 +307,3 @@ def _silent_bar() -> type:
             super().__init__(*args, **{**kwargs, "disable": True})
 
     return Silent
-
-
-def _failure(name: str, location: HubRepo, error: Exception) -> DownloadError:
-    """The error for what the hub's client or the system raised."""
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
-
-    if isinstance(error, GatedRepoError):
-        problem = (
-            f"{location} asks for its licence to be accepted: do so on its page, then log in here with: hf auth login"
-        )
-    elif isinstance(error, RepositoryNotFoundError):
-        problem = f"{location} is not on the hub, or is private: check the spelling, or log in with: hf auth login"
-    elif isinstance(error, RevisionNotFoundError):
-        problem = f"{location.repo} has no revision {location.revision!r} on the hub"
-    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        problem = (
-            f"the disk is full while downloading {location}; make room or set HF_HOME to a larger disk, then try again"
-        )
-    else:
-        problem = describe_failure(f"downloading {location}", error)
-    result = DownloadError(problem, model=name)
-    result.__cause__ = error
-    return result
-
-
-def describe_failure(doing: str, error: Exception) -> str:
-    """What to do when the hub cannot be reached, or does not do what it should."""
-    from huggingface_hub.errors import OfflineModeIsEnabled
-
-    if isinstance(error, OfflineModeIsEnabled) or "Connect" in type(error).__name__:
-        return (
-            f"{doing} failed, the hub cannot be reached ({_reason(error)}); "
-            "connect to the network (and unset HF_HUB_OFFLINE if it is set) and try again"
-        )
-    return f"{doing} failed ({_reason(error)}); try again, what has come is kept"
-
-
-def _reason(error: BaseException | None) -> str:
-    """One line; the hub's client writes several, with request ids."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON_LENGTH, placeholder=" ...")

@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 from mlxserve.errors import DownloadError, ModelLoadError, ModelNotFound
-from mlxserve.store import download, repo_files
+from mlxserve.store import download, download_plan, repo_files
 from mlxserve.store.download import ProgressCallback
 from mlxserve.store.model_source import HubRepo, LocalPath, ModelSource, PackageFile
 
@@ -88,7 +88,7 @@ def cached_repos() -> list[HubRepo]:
     from huggingface_hub.errors import CacheNotFound
 
     try:
-        repos = scan_cache_dir(download.cache_folder()).repos
+        repos = scan_cache_dir(download_plan.cache_folder()).repos
     except CacheNotFound:
         return []
     found = []
@@ -111,11 +111,11 @@ def delete(location: HubRepo) -> int:
     """
     from huggingface_hub import scan_cache_dir
 
-    freed = download.remove_partials(location.repo)
-    repo, folder = download.repo_folder(location.repo), _snapshot_folder(location)
+    freed = download_plan.remove_partials(location.repo)
+    repo, folder = download_plan.repo_folder(location.repo), _snapshot_folder(location)
     if not repo.is_dir():
         return freed
-    cache = scan_cache_dir(download.cache_folder())
+    cache = scan_cache_dir(download_plan.cache_folder())
     # A commit has the same hash in a copy of its repository: only this one must be looked at.
     ours = frozenset(each for each in cache.repos if each.repo_path.name == repo.name)
     if folder is not None and any(revision.commit_hash == folder.name for each in ours for revision in each.revisions):
@@ -143,7 +143,7 @@ def _find_in_package(location: PackageFile) -> Path | None:
 
 def _snapshot_folder(location: HubRepo) -> Path | None:
     """The folder of a revision, whole or not."""
-    repo = download.repo_folder(location.repo)
+    repo = download_plan.repo_folder(location.repo)
     if (folder := repo / "snapshots" / location.revision).is_dir():
         return folder
     try:
@@ -164,7 +164,7 @@ def _of_snapshot(name: str, location: HubRepo, folder: Path) -> Path | None:
             return None
         files = [folder / chosen]
     # A link that leads elsewhere was not made by the hub's client, and would let a name read any file.
-    cache = download.cache_folder().resolve()
+    cache = download_plan.cache_folder().resolve()
     for file in files:
         if not file.resolve().is_relative_to(cache):
             raise ModelLoadError(

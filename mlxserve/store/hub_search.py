@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mlxserve.errors import DownloadError
-from mlxserve.store.download import describe_failure
+from mlxserve.store.hub_errors import describe_failure
 
 TIMEOUT = 20.0
 
