@@ -407,7 +407,7 @@ class FakeBuild:
         monkeypatch.setattr(model_host.device, "release", passes)
 
     def _configure_device(self) -> Device:
-        return Device("cpu", "fake", 0, "float32", max_pass_tokens=64, max_prefill_tokens=64)
+        return Device("cpu", "fake", 10**12, "float32", max_pass_tokens=64, max_prefill_tokens=64)
 
     def _load(self, path: Path, *, name: str, dtype_policy: str) -> LoadedModel:
         self.loads.append(name)

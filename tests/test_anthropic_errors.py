@@ -232,7 +232,9 @@ class TestTypedExceptions:
         body = {"model": "fake", "max_tokens": 10, "messages": HELLO, "stream": True}
         with http.stream("POST", "/v1/messages", json=body) as response:
             gate.open()
-            name, data = response.read().decode().strip().split("\n")
+            ping, failure = response.read().decode().strip().split("\n\n")
+        assert ping.startswith("event: ping\n")
+        name, data = failure.split("\n")
         assert name == "event: error"
         error = json.loads(data.removeprefix("data: "))
         assert error["error"] == {"type": "overloaded_error", "message": "too many"}

@@ -99,7 +99,11 @@ def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
 # --- all commands
 
 
-@pytest.mark.parametrize("command", [[], ["run"], ["serve"], ["bench"], ["bench", "compare"], ["bench", "study"]])
+COMMANDS = ["", "run", "serve", "pull", "list", "show", "search", "cp", "create", "rm", "bench"]
+COMMANDS += ["bench compare", "bench study"]
+
+
+@pytest.mark.parametrize("command", [words.split() for words in COMMANDS])
 def test_help_fits_a_terminal_and_has_an_example(mlxserve: Any, command: list[str]) -> None:
     lines = mlxserve(*command, "--help").stdout.decode().splitlines()
     assert len(lines) <= 23, "24, less one for the next prompt"

@@ -43,6 +43,7 @@ from mlxserve.cli.app import app
 from mlxserve.config import EngineConfig, ServerConfig
 from mlxserve.core.generation import Timings, Usage
 from mlxserve.core.stats import EngineStats
+from mlxserve.store import alias_file, modelfile, repo_files
 from mlxserve.text import json_schema
 
 ROOT = Path(__file__).parent.parent
@@ -347,6 +348,28 @@ def test_flags_of_bench_are_the_documented_ones() -> None:
     second = len(documented) - documented[::-1].index(["--model"]) - 1
     assert {name for names in documented[:second] for name in names} == flags("bench")
     assert {name for names in documented[second:] for name in names} == flags("bench", "study")
+
+
+def test_flags_of_the_commands_for_models_are_the_documented_ones() -> None:
+    documented: dict[str, set[str]] = {}
+    names: list[str] = []
+    for row in table(CLI, "## Models"):
+        names = [word.split()[0] for word in code(row[0])] or names
+        words = {word.split()[0] for word in code(row[1])}
+        for name in names:
+            documented[name] = documented.get(name, set()) | words
+    assert documented == {name: flags(name) for name in documented}
+    assert documented.keys() == {"pull", "list", "ls", "show", "search", "cp", "create", "rm"}
+
+
+def test_models_toml_and_modelfiles_are_documented() -> None:
+    models = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
+    rows = by_name(table(models, "## models.toml"))
+    assert set(rows) == alias_file.FIELDS
+    assert tuple(code(rows["sampling"][1])) == alias_file.SAMPLING_KEYS
+    assert tuple(by_name(table(models, "## Store"))) == repo_files.GGUF_PREFERENCE
+    instructions = {word.lower() for row in table(models, "## Create") for word in code(row[0])}
+    assert instructions == {*modelfile.INSTRUCTIONS, "parameter", *modelfile.REFUSED}
 
 
 def test_commands_of_the_conversation_are_the_documented_ones() -> None:

@@ -48,6 +48,8 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
     assert response.status_code == 200, response.text
     parsed = []
     for block in response.text.removesuffix("\n\n").split("\n\n"):
+        if block.startswith(":"):
+            continue
         name, data = block.split("\n")
         EVENT.validate_json(data.removeprefix("data: "), strict=True)
         parsed.append(json.loads(data.removeprefix("data: ")))

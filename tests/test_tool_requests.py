@@ -112,7 +112,7 @@ def test_a_template_for_tools_is_looked_at_where_there_is_one() -> None:
     [
         (None, (), ("completion",)),
         ("{{ messages }}", (), ("completion",)),
-        ("{{ tools }} enable_thinking", (), ("completion", "tools", "thinking")),
+        ("{{ tools }}{{ enable_thinking }}", (), ("completion", "tools", "thinking")),
         ("{{ messages }}", HARMONY, ("completion", "tools", "thinking")),
         (None, HARMONY, ("completion",)),
         ("{{ messages }}", ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"), ("completion", "insert")),

@@ -10,6 +10,9 @@ import typer
 
 from mlxserve import __version__
 from mlxserve.cli.bench import bench
+from mlxserve.cli.edit_models import cp, create, rm
+from mlxserve.cli.models import list_models, search, show
+from mlxserve.cli.pull import pull
 from mlxserve.cli.run import run
 from mlxserve.cli.serve import serve
 from mlxserve.cli.top import top
@@ -25,6 +28,14 @@ app = typer.Typer(
 )
 app.command()(run)
 app.command()(serve)
+app.command()(pull)
+app.command("list")(list_models)
+app.command("ls", hidden=True)(list_models)
+app.command()(show)
+app.command()(search)
+app.command()(cp)
+app.command()(create)
+app.command()(rm)
 app.command()(top)
 app.add_typer(bench, name="bench")
 

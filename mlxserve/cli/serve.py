@@ -206,7 +206,7 @@ def _served_name(registry: "Registry", name: str) -> str:
     if not isinstance(source.location, LocalPath) or source.name in registry.aliases:
         return source.name
     alias = source.location.path.name.removesuffix(".gguf").lower()
-    registry.aliases[alias] = dataclasses.replace(source, name=alias)
+    registry.add(dataclasses.replace(source, name=alias))
     return alias
 
 

@@ -34,7 +34,7 @@ from mlxserve.errors import (
     QueueFull,
 )
 from mlxserve.text.answer_format import AnswerFormat
-from mlxserve.text.chat_template import encode_prompt
+from mlxserve.text.chat_template import encode_prompt, with_system
 from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.infill import infill_end_ids
@@ -66,6 +66,10 @@ class ModelDescription:
     """What its embeddings are made by."""
     capabilities: tuple[str, ...] = ("completion",)
     """As text/capabilities.py names them."""
+    system: str | None = None
+    """System message of a chat that has none."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of a request that names none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +98,7 @@ class ServedModel:
     ) -> None:
         self.description = description
         self.tokenizer = tokenizer
-        self.text = TextService(tokenizer, executor)
+        self.text = TextService(tokenizer, executor, description.system)
         self._grammars = GrammarCompiler(tokenizer)
         self._tool_format = find_tool_format(tokenizer)
         self._answer_format = AnswerFormat(tokenizer, self._tool_format)
@@ -190,8 +194,7 @@ class ServedModel:
         Raises:
             InvalidParameter: as generate().
         """
-        loop = asyncio.get_running_loop()
-        return len(await loop.run_in_executor(self._executor, encode_prompt, self.tokenizer, prompt))
+        return await self.text.count_tokens(prompt)
 
     async def _admit(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> list[Generation]:
         self._check_alive()
@@ -269,7 +272,9 @@ class ServedModel:
         kept_ids = frozenset() if parser is None else self._answer_format.kept_ids
         generation = Generation(
             engine_request,
-            text=AnswerText(IncrementalDetokenizer(self.tokenizer, kept_ids), request.stop, parser),
+            text=AnswerText(
+                IncrementalDetokenizer(self.tokenizer, kept_ids), request.stop or self.description.stop, parser
+            ),
             timeline=timeline,
             trace=trace,
             abort=lambda reason: self._thread.abort(self._handle, request_id, reason),
@@ -297,6 +302,7 @@ class ServedModel:
         if request.wants_embedding:
             return _Prepared(self._read_embedded(request), [None] * num_samples, [None] * num_samples)
         if isinstance(prompt, ChatPrompt):
+            prompt = with_system(prompt, self.description.system)
             check_tools(prompt, self.tokenizer, model=self.name)
         prompt_ids = encode_prompt(self.tokenizer, prompt, self.context_length, note)
         parsers: list[OutputParser | None] = [None] * num_samples

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from typing import TypeVar
 
-from mlxserve.core.generation import ChatPrompt
+from mlxserve.core.generation import ChatPrompt, Prompt
 from mlxserve.errors import InvalidParameter
-from mlxserve.text.chat_template import render
+from mlxserve.text.chat_template import encode_prompt, render, with_system
 from mlxserve.text.plain_text import decode_tokens, encode_text
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -21,9 +21,11 @@ class TextService:
         InvalidParameter: the template refuses the messages, a token id is unknown, or a text is not valid Unicode.
     """
 
-    def __init__(self, tokenizer: Tokenizer, executor: Executor) -> None:
+    def __init__(self, tokenizer: Tokenizer, executor: Executor, system: str | None = None) -> None:
+        """`system`: the message of chats that have none."""
         self._tokenizer = tokenizer
         self._executor = executor
+        self._system = system
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
         """Token ids of a text, which may be none. `param`: the client's field, for errors."""
@@ -37,7 +39,13 @@ class TextService:
 
     async def render(self, prompt: ChatPrompt) -> str:
         """The text that the chat template makes of messages."""
-        return await self._run(lambda: render(self._tokenizer, prompt))
+        return await self._run(lambda: render(self._tokenizer, with_system(prompt, self._system)))
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, whether it fits or not."""
+        if isinstance(prompt, ChatPrompt):
+            prompt = with_system(prompt, self._system)
+        return len(await self._run(lambda: encode_prompt(self._tokenizer, prompt)))
 
     def _detokenize(self, token_ids: Sequence[int]) -> str:
         for position, token_id in enumerate(token_ids):
