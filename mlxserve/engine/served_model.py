@@ -304,7 +304,7 @@ class ServedModel:
         if isinstance(prompt, ChatPrompt):
             parsers = [answer_format.parser(prompt, rendered) for _ in range(num_samples)]
             opening = answer_format.opening(prompt, rendered)
-            grammar = answer_grammar(prompt, grammar, self._tool_format, model=self.name)
+            grammar = answer_grammar(prompt, grammar, self._tool_format)
         if grammar is None:
             return _Prepared(prompt_ids, [None] * num_samples, parsers)
         for param in ("ignore_eos", "min_tokens"):
