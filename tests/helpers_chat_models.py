@@ -15,7 +15,7 @@ QWEN = (
 )
 QWEN_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>{% endfor %}" + QWEN
 KIMI = (
-    "{{ tools | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{{ (tools or []) | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
     "{% if x %}<|tool_calls_section_begin|>{% endif %}<|im_end|><think>"
 )
 KIMI_TOKENS = [

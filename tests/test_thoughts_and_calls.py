@@ -54,6 +54,13 @@ async def test_a_call_whose_token_comes_before_the_end_of_the_thoughts() -> None
     assert parts(events) == [("thoughts", "Hm."), ("call 0 name", "f"), ("call 0", '{"a": "b"}')]
 
 
+@on_loop
+async def test_control_tokens_of_calls_that_nobody_wants_do_not_show() -> None:
+    begin, _, call, arguments, _ = KIMI_TOKENS
+    script = token_ids("kimi", f"Hm.</think>{begin}{call}functions.f:0{arguments}{{}}")
+    assert parts(await answer("kimi", script)) == [("thoughts", "Hm."), ("content", "functions.f:0{}")]
+
+
 # --- answers that must call ---
 
 HARMONY_CALL = '<|channel|>commentary to=functions.{} <|constrain|>json<|message|>{{"a": "ä"}}'

@@ -266,7 +266,9 @@ class ServedModel:
         trace = self._journal.open(request_id, self.name, request, timeline)
         trace.request = engine_request
         parser = prepared.parsers[index]
-        kept_ids = frozenset() if parser is None else self._answer_format.kept_ids
+        kept_ids: frozenset[int] = frozenset()
+        if parser is not None and isinstance(request.prompt, ChatPrompt):
+            kept_ids = self._answer_format.kept_ids(request.prompt)
         generation = Generation(
             engine_request,
             text=AnswerText(IncrementalDetokenizer(self.tokenizer, kept_ids), request.stop, parser),

@@ -25,16 +25,26 @@ class AnswerFormat:
         self._reasoning = None if self._is_harmony else find_reasoning_format(template, tokenizer.has_token)
         self.can_think = can_think(template, tokenizer.has_token)
 
+    def kept_ids(self, prompt: ChatPrompt) -> frozenset[int]:
+        """Special tokens that the parser of an answer has to see as text."""
+        return self._marker_ids | self._call_marker_ids if self._may_call(prompt) else self._marker_ids
+
     @functools.cached_property
-    def kept_ids(self) -> frozenset[int]:
-        """Special tokens that a parser has to see as text."""
-        markers: list[str] = list(harmony.MARKERS) if self._is_harmony else []
-        if self._reasoning is not None:
-            markers += self._reasoning.markers
-        if self._tool_format is not None and not self._is_harmony:
-            markers += self._tool_format.markers
+    def _marker_ids(self) -> frozenset[int]:
+        if self._is_harmony:
+            return self._ids_of(harmony.MARKERS)
+        return frozenset() if self._reasoning is None else self._ids_of(self._reasoning.markers)
+
+    @functools.cached_property
+    def _call_marker_ids(self) -> frozenset[int]:
+        return frozenset() if self._tool_format is None else self._ids_of(self._tool_format.markers)
+
+    def _ids_of(self, markers: Sequence[str]) -> frozenset[int]:
         ids = (self._tokenizer.encode(marker, add_special_tokens=False) for marker in markers)
         return frozenset(itertools.chain.from_iterable(ids))
+
+    def _may_call(self, prompt: ChatPrompt) -> bool:
+        return self._tool_format is not None and bool(prompt.tools) and prompt.tool_choice.mode != "none"
 
     @functools.cached_property
     def ending_ids(self) -> frozenset[int]:
@@ -50,7 +60,7 @@ class AnswerFormat:
             return harmony.HarmonyParser(_tool_names(prompt), header=header)
         call_parser = None
         interrupts: Sequence[str] = ()
-        if self._tool_format is not None and prompt.tools and prompt.tool_choice.mode != "none":
+        if self._tool_format is not None and self._may_call(prompt):
             call_parser = self._tool_format.parser(prompt.tools)
             interrupts = self._tool_format.control_starts
         form = self._reasoning
