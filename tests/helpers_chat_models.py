@@ -13,12 +13,20 @@ QWEN = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
+QWEN_TOOLS = "{% for tool in tools or [] %}{{ tool.function.name }} <tool_call>{% endfor %}" + QWEN
+KIMI = (
+    "{{ (tools or []) | length }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    "{% if x %}<|tool_calls_section_begin|>{% endif %}<|im_end|><think>"
+)
+KIMI_TOKENS = [
+    f"<|tool_call{part}|>" for part in ("s_section_begin", "s_section_end", "_begin", "_argument_begin", "_end")
+]
 R1 = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}<|im_end|><think>\n"
 MAGISTRAL = "{% for m in messages %}{{ m.content }}{% endfor %}[THINK][/THINK]<|im_end|>"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}<|im_end|>"
 HARMONY = (
     "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endfor %}"
-    "Reasoning: {{ reasoning_effort }}<|start|>assistant"
+    "{% if tools %}# Tools{% endif %}Reasoning: {{ reasoning_effort }}<|start|>assistant"
 )
 FINAL = "<|start|>assistant<|channel|>final<|message|>"
 SAID = ({"role": "user", "content": "hi"},)
@@ -28,6 +36,8 @@ SAID = ({"role": "user", "content": "hi"},)
 def model(name: str) -> Tokenizer:
     hf_tokenizer = {
         "qwen": lambda: tiny_tokenizers.chatting(QWEN),
+        "qwen-tools": lambda: tiny_tokenizers.chatting(QWEN_TOOLS, added=["<tool_call>", "</tool_call>"]),
+        "kimi": lambda: tiny_tokenizers.chatting(KIMI, special=KIMI_TOKENS),
         "r1": lambda: tiny_tokenizers.chatting(R1),
         "magistral": lambda: tiny_tokenizers.chatting(MAGISTRAL, special=["[THINK]", "[/THINK]"]),
         "harmony": lambda: tiny_tokenizers.chatting(HARMONY, special=MARKERS),

@@ -109,6 +109,12 @@ def test_kimi_k3_leaves_its_tools_to_their_own_parser() -> None:
     assert split(text, kimi, Stage.OPEN) == ("a", f"b{calls}")
 
 
+def test_thoughts_end_at_a_call_as_well() -> None:
+    text = "<think>a <|call|>b"
+    pieces = parsed_in_every_way(lambda: ReasoningParser(THINK, Stage.START, interrupts=("<|call|>",)), text)
+    assert pieces == [("Thought", "a"), ("Content", "<|call|>b")]
+
+
 ALPHABET = st.sampled_from(["<think>", "</think>", "<", "/", "think", ">", "\n", " ", "ä", "🎉", "x"])
 
 

@@ -88,7 +88,7 @@ def test_the_format_is_told_from_the_vocabulary_where_the_template_does_not_say(
     xtml = {"<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>"}
     assert find_family("{{ messages }}", xtml.__contains__) is known.KIMI_K3
     assert find_family(None, xtml.__contains__) is None
-    assert find_family("{{ tools }}", HARMONY.__contains__) is None
+    assert find_family("{{ messages }}", HARMONY.__contains__) is known.HARMONY
 
 
 def test_markers_that_are_control_tokens_are_known() -> None:
@@ -229,7 +229,6 @@ def test_a_tool_choice_of_none_shows_no_tools() -> None:
         (TOOL_TEMPLATE, ToolChoice("required", "f"), TOOLS, None, "tool_choice", "no tool has the name 'f'"),
         (TOOL_TEMPLATE, ToolChoice("required"), TOOLS, Grammar("regex", "a", "regex"), "tool_choice", "one of them"),
         (None, ToolChoice(), TOOLS, None, "tools", "does not support tools"),
-        ("harmony", ToolChoice("required"), TOOLS, None, "tool_choice", "cannot be enforced"),
     ],
 )
 def test_requests_that_cannot_be_met_are_refused(
@@ -241,7 +240,7 @@ def test_requests_that_cannot_be_met_are_refused(
     param: str,
     message: str,
 ) -> None:
-    tokenizer = tokenizer_with(template, *(HARMONY if template == "harmony" else ()))
+    tokenizer = tokenizer_with(template)
     monkeypatch.setattr(helpers_engine, "tokenizer", lambda: tokenizer)
 
     @on_loop

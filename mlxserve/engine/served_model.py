@@ -269,7 +269,9 @@ class ServedModel:
         trace = self._journal.open(request_id, self.name, request, timeline)
         trace.request = engine_request
         parser = prepared.parsers[index]
-        kept_ids = frozenset() if parser is None else self._answer_format.kept_ids
+        kept_ids: frozenset[int] = frozenset()
+        if parser is not None and isinstance(request.prompt, ChatPrompt):
+            kept_ids = self._answer_format.kept_ids(request.prompt)
         generation = Generation(
             engine_request,
             text=AnswerText(
@@ -310,7 +312,7 @@ class ServedModel:
         if isinstance(prompt, ChatPrompt):
             parsers = [answer_format.parser(prompt, rendered) for _ in range(num_samples)]
             opening = answer_format.opening(prompt, rendered)
-            grammar = answer_grammar(prompt, grammar, self._tool_format, model=self.name)
+            grammar = answer_grammar(prompt, grammar, self._tool_format)
         if grammar is None:
             return _Prepared(prompt_ids, [None] * num_samples, parsers)
         for param in ("ignore_eos", "min_tokens"):

@@ -17,15 +17,16 @@ from mlxserve.text.reasoning import first_marker, partial_length
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
+FUNCTIONS = "functions."
 MARKERS = (START, CHANNEL, MESSAGE, CONSTRAIN, END, CALL, RETURN)
 PROMPT_END = f"{START}assistant"
 """What a prompt ends with."""
-NO_THOUGHTS = f"{CHANNEL}analysis{MESSAGE}{END}{PROMPT_END}"
+THOUGHTS_START = f"{CHANNEL}analysis{MESSAGE}"
+NO_THOUGHTS = f"{THOUGHTS_START}{END}{PROMPT_END}"
 """Put behind a prompt, it tells the model that it has thought already."""
 
 _MAX_HEADER_LENGTH = 200
 """Characters; a longer one is no header."""
-_FUNCTIONS = "functions."
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(re.escape(CHANNEL) + r"\s*(\w+)")
 _HEADER_BEGINNINGS = (*MARKERS, "to=", "assistant")
@@ -91,10 +92,10 @@ class HarmonyParser:
         recipient = _RECIPIENT.search(header)
         channel = _CHANNEL.search(header)
         name = "" if recipient is None else recipient[1]
-        if name.startswith(_FUNCTIONS) and name.removeprefix(_FUNCTIONS) in self._tool_names:
+        if name.startswith(FUNCTIONS) and name.removeprefix(FUNCTIONS) in self._tool_names:
             self._kind = CallArguments
-            pieces.append(CallStart(name.removeprefix(_FUNCTIONS)))
-        elif channel is not None and channel[1] == "analysis" and not name.startswith(_FUNCTIONS):
+            pieces.append(CallStart(name.removeprefix(FUNCTIONS)))
+        elif channel is not None and channel[1] == "analysis" and not name.startswith(FUNCTIONS):
             self._kind = Thought
         else:
             self._kind = Content

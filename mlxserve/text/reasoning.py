@@ -1,7 +1,7 @@
 """How models mark what they think before they answer, and the parser that takes the two apart."""
 
 import enum
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from mlxserve.text.output import Content, Piece, Thought
@@ -136,11 +136,16 @@ class ReasoningParser:
     text is held back until it is clear what it is.
     """
 
-    def __init__(self, form: ReasoningFormat, stage: Stage, *, is_wrapped: bool = False) -> None:
-        """`is_wrapped`: the prompt has begun the answer with the format's `answer_start`."""
+    def __init__(
+        self, form: ReasoningFormat, stage: Stage, *, is_wrapped: bool = False, interrupts: Sequence[str] = ()
+    ) -> None:
+        """`is_wrapped`: the prompt has begun the answer with the format's `answer_start`. `interrupts`: what ends the
+        thoughts too, and is content itself: some models forget the end marker before a tool call.
+        """
         self._form = form
         self._stage = stage
         self._is_wrapped = is_wrapped
+        self._interrupts = tuple(interrupts)
         self._held = ""
 
     def push(self, text: str) -> list[Piece]:
@@ -171,8 +176,11 @@ class ReasoningParser:
                 starts = form.starts if form.is_recurring else ()
                 return self._open(starts, form.answer_start, otherwise=Stage.ANSWER)
             case Stage.THOUGHTS:
-                if self._read(Thought, form.ends, pieces, trims=True) is None:
+                marker = self._read(Thought, (*form.ends, *self._interrupts), pieces, trims=True)
+                if marker is None:
                     return False
+                if marker in self._interrupts:
+                    self._held = marker + self._held
                 self._stage = Stage.ANSWER_START
             case Stage.ANSWER:
                 ends = form.answer_ends if self._is_wrapped else ()

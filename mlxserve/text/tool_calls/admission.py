@@ -22,9 +22,7 @@ def check_tools(prompt: ChatPrompt, tokenizer: Tokenizer, *, model: str) -> None
         )
 
 
-def answer_grammar(
-    prompt: ChatPrompt, grammar: Grammar | None, tool_format: ToolFormat | None, *, model: str
-) -> Grammar | None:
+def answer_grammar(prompt: ChatPrompt, grammar: Grammar | None, tool_format: ToolFormat | None) -> Grammar | None:
     """What the answer must be: what the request's own grammar says, or calls where it must call.
 
     Raises:
@@ -38,11 +36,6 @@ def answer_grammar(
             f"'{choice.param}' asks for a call and '{grammar.param}' for another answer; send one of them",
             param=choice.param,
         )
-    if not prompt.tools:
+    if not prompt.tools or tool_format is None:
         raise InvalidParameter(f"'{choice.param}' asks for a call, and there are no tools", param=choice.param)
-    if tool_format is None:
-        raise InvalidParameter(
-            f"{model} writes calls in a form that cannot be enforced; leave '{choice.param}' at 'auto'",
-            param=choice.param,
-        )
     return tool_format.grammar(prompt.tools, choice)

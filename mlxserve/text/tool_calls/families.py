@@ -3,8 +3,10 @@
 import re
 from collections.abc import Callable
 
+from mlxserve.text.harmony import is_harmony
 from mlxserve.text.tool_calls.family import Family
 from mlxserve.text.tool_calls.gemma import GemmaCalls
+from mlxserve.text.tool_calls.harmony_calls import HARMONY
 from mlxserve.text.tool_calls.json_calls import NamedCalls, ObjectCalls
 from mlxserve.text.tool_calls.kimi_k3 import KimiK3Calls
 from mlxserve.text.tool_calls.mistral import MistralCalls
@@ -274,17 +276,18 @@ FAMILIES: tuple[tuple[Family, str], ...] = (
 
 _XTML = ("<|open|>", "<|close|>", "<|sep|>", "<|end_of_msg|>")
 _LFM2 = ("<|tool_call_start|>", "<|tool_call_end|>")
-_HARMONY = ("<|start|>", "<|channel|>", "<|message|>", "<|end|>")
 
 
 def find_family(chat_template: str | None, has_token: Callable[[str], bool]) -> Family | None:
-    """How a model writes calls; None if it knows no tools, or writes OpenAI's harmony.
+    """How a model writes calls; None if it knows no tools.
 
     A template that takes tools and has none of the known marks is taken for GENERIC: most models were shown Hermes'
     form, and small ones leave its tags out.
     """
-    if chat_template is None or not knows_tools(chat_template, has_token) or is_harmony(has_token):
+    if chat_template is None or not knows_tools(chat_template, has_token):
         return None
+    if is_harmony(has_token):
+        return HARMONY
     if all(map(has_token, _XTML)):
         return KIMI_K3
     for family, mark in FAMILIES:
@@ -299,7 +302,3 @@ def knows_tools(chat_template: str | None, has_token: Callable[[str], bool]) -> 
         return False
     is_made_for_them = is_harmony(has_token) or all(map(has_token, _XTML))
     return is_made_for_them or re.search(r"\btools\b", chat_template) is not None
-
-
-def is_harmony(has_token: Callable[[str], bool]) -> bool:
-    return all(map(has_token, _HARMONY))

@@ -31,11 +31,19 @@ class ToolFormat:
         return self.family.all_markers
 
     @property
+    def control_starts(self) -> Sequence[str]:
+        """Control tokens at which calls begin, wherever they stand."""
+        return [start for start in self.family.starts if start in self.control_tokens]
+
+    @property
     def name(self) -> str:
         return self.family.name
 
     def parser(self, tools: Sequence[Any]) -> OutputParser:
-        """What splits an answer into content and calls of these tools. Raises as checked_tools()."""
+        """What splits an answer into content and calls of these tools. Raises as checked_tools().
+
+        Not for harmony, whose one parser takes thoughts and calls apart (text/harmony.py).
+        """
         return ToolCallParser(self.family, checked_tools(tools))
 
     def grammar(self, tools: Sequence[Any], choice: ToolChoice) -> Grammar:
@@ -68,7 +76,7 @@ class ToolFormat:
 
 
 def find_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:
-    """How the model writes calls; None if its chat template knows no tools, or writes OpenAI's harmony."""
+    """How the model writes calls; None if it knows no tools."""
     family = find_family(tokenizer.tool_template, tokenizer.has_token)
     if family is None:
         return None
