@@ -241,7 +241,7 @@ def test_ctrl_c_ends_a_single_answer_with_130(start: Any) -> None:
 def test_run_tells_when_the_named_server_is_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def load(backend: LocalBackend) -> float:
+    async def load(backend: LocalBackend, keep_alive: float | None) -> float:
         raise ModelNotFound("stopped here", model="m")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -10,15 +10,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_cli import FINISHED, FakeBackend
 
+from mlxserve.cli.answer_view import Style
+from mlxserve.cli.commands import Commands
+from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.cli.prompt_reader import LineAbandoned, PromptReader
-from mlxserve.cli.repl import HELP, SET_HELP, SHOW_HELP, Repl
+from mlxserve.cli.repl import Repl
+from mlxserve.cli.repl_help import HELP, SET_HELP, SHOW_HELP
+from mlxserve.cli.session import Session
 from mlxserve.cli.statistics import statistics_lines
+from mlxserve.errors import ConfigError, ModelNotFound
 
 REPOSITORY = Path(__file__).parent.parent
 
@@ -29,10 +37,12 @@ class ScriptedReader:
     def __init__(self, lines: list[str | BaseException]) -> None:
         self._lines = iter(lines)
         self.prompts: list[str] = []
+        self.notes: list[str] = []
         self.keeps_history = True
 
-    async def read(self, prompt: str) -> str:
+    async def read(self, prompt: str, note: str = "") -> str:
         self.prompts.append(prompt)
+        self.notes.append(note)
         line = next(self._lines, EOFError())
         if isinstance(line, BaseException):
             raise line
@@ -42,13 +52,52 @@ class ScriptedReader:
         self.keeps_history = wanted
 
 
-def converse(*lines: str | BaseException, verbose: bool = False) -> tuple[FakeBackend, ScriptedReader]:
+@dataclass
+class Conversation:
+    """What came of one: the first backend and those that were opened later, the reader, what was saved."""
+
+    backend: FakeBackend
+    reader: ScriptedReader
+    session: Session
+    opened: dict[str, FakeBackend]
+    saved: list[tuple[str, str, str | None, dict[str, Any]]]
+
+
+def talk(*lines: str | BaseException, verbose: bool = False, style: Style | None = None) -> Conversation:
     backend, reader = FakeBackend(), ScriptedReader(list(lines))
-    repl = Repl(
-        backend, reader, parameters=ChatParameters(seed=1), system="be brief", verbose=verbose, load_seconds=2.5
+    facts = asyncio.run(backend.facts())
+    session = Session(
+        "m",
+        backend,
+        facts,
+        parameters=ChatParameters(seed=1),
+        system="be brief",
+        style=style or Style(),
+        verbose=verbose,
+        load_seconds=2.5,
     )
-    asyncio.run(repl.run())
-    return backend, reader
+    conversation = Conversation(backend, reader, session, {}, [])
+
+    async def open_model(name: str) -> FakeBackend:
+        if name == "unknown":
+            raise ModelNotFound("no model is called 'unknown'", model=name)
+        opened = conversation.opened[name] = FakeBackend()
+        opened.is_broken = name == "broken"
+        return opened
+
+    def save(name: str, base: str, *, system: str | None, parameters: dict[str, Any]) -> None:
+        if name == "taken":
+            raise ConfigError("there is one of that name")
+        conversation.saved.append((name, base, system, parameters))
+
+    commands = Commands(session, reader, open_model=open_model, save=save, display=LoadDisplay())
+    asyncio.run(Repl(session, reader, commands).run())
+    return conversation
+
+
+def converse(*lines: str | BaseException, verbose: bool = False) -> tuple[FakeBackend, ScriptedReader]:
+    conversation = talk(*lines, verbose=verbose)
+    return conversation.backend, conversation.reader
 
 
 def test_messages_add_up(capsys: pytest.CaptureFixture[str]) -> None:

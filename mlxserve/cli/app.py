@@ -10,7 +10,7 @@ import typer
 
 from mlxserve import __version__
 from mlxserve.cli.bench import bench
-from mlxserve.cli.run import run
+from mlxserve.cli.run import RunCommand, run
 from mlxserve.cli.serve import serve
 from mlxserve.cli.top import top
 from mlxserve.errors import MlxserveError
@@ -23,7 +23,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(run)
+app.command(cls=RunCommand)(run)
 app.command()(serve)
 app.command()(top)
 app.add_typer(bench, name="bench")

@@ -1,0 +1,135 @@
+"""Markdown in the terminal while it streams."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from markdown_it import MarkdownIt
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.live import Live
+from rich.markdown import Heading, Markdown
+from rich.segment import Segment
+
+from mlxserve.cli.console import clean
+
+REFRESH_RATE = 12
+"""Times a second that the block which is still growing is drawn anew."""
+CODE_THEME = "ansi_dark"
+"""Colours of the terminal's own palette, and no background, which would be copied along as blanks."""
+
+_parser = MarkdownIt("commonmark").enable("strikethrough").enable("table")
+
+
+class MarkdownBody:
+    """An answer as Markdown: blocks that are complete stand for good, the last one is drawn again as it grows."""
+
+    def __init__(self) -> None:
+        self._console = Console(highlight=False, markup=False, emoji=False)
+        self._live: Live | None = None
+        self._rest = ""
+        self._has_printed = False
+
+    @property
+    def at_line_start(self) -> bool:
+        return self._has_printed and not self._rest
+
+    def push(self, text: str) -> None:
+        self._rest += clean(text)
+        if "\n" in text:
+            done, self._rest = split_blocks(self._rest)
+        else:
+            done = ""
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            if self._live is None:
+                self._live = Live(
+                    console=self._console,
+                    refresh_per_second=REFRESH_RATE,
+                    transient=True,
+                    redirect_stdout=False,
+                    redirect_stderr=False,
+                )
+                self._live.start()
+            self._live.update(_Tail(self._rest, is_first=not (self._has_printed or done)))
+        self._print(done)
+
+    def finish(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+        rest, self._rest = self._rest, ""
+        self._print(rest)
+
+    def _print(self, source: str) -> None:
+        if not source.strip():
+            return
+        if self._has_printed:
+            self._console.print()
+        self._has_printed = True
+        self._console.print(_Lines(source))
+
+
+def split_blocks(source: str) -> tuple[str, str]:
+    """The blocks that nothing which follows can change, and the rest, which begins with the last complete block."""
+    lines = source[: source.rfind("\n") + 1].splitlines(keepends=True)
+    starts = [token.map[0] for token in _parser.parse("".join(lines)) if token.level == 0 and token.map]
+    split = sum(len(line) for line in lines[: max(starts, default=0)])
+    return source[:split], source[split:]
+
+
+class _LeftHeading(Heading):
+    """Headings at the left and without a box: half of an answer's lines can be headings."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        self.text.justify = "left"
+        yield self.text
+
+
+class AnswerMarkdown(Markdown):
+    """Markdown as models write it: a line break in a paragraph is meant as one, and links show where they lead."""
+
+    elements: ClassVar = {**Markdown.elements, "heading_open": _LeftHeading}
+
+    def __init__(self, source: str) -> None:
+        super().__init__(source, code_theme=CODE_THEME, hyperlinks=False)
+        for token in self.parsed:
+            for child in token.children or ():
+                if child.type == "softbreak":
+                    child.type = "hardbreak"
+
+
+@dataclass(frozen=True, slots=True)
+class _Lines:
+    """Markdown without the blanks that rich fills lines up with: they would be copied along."""
+
+    source: str
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in self.render(console, options):
+            yield from line
+            yield Segment.line()
+
+    def render(self, console: Console, options: ConsoleOptions) -> list[list[Segment]]:
+        if not self.source.strip():
+            return []
+        lines = console.render_lines(AnswerMarkdown(self.source), options, pad=False)
+        for line in lines:
+            while line and not line[-1].text.strip():
+                line.pop()
+            if line:
+                line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        return lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Tail:
+    """The end of a block, as much of it as fits the screen."""
+
+    source: str
+    is_first: bool
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        lines = _Lines(self.source).render(console, options)
+        if not self.is_first:
+            lines.insert(0, [])
+        for line in lines[-max(console.size.height - 2, 1) :]:
+            yield from line
+            yield Segment.line()
