@@ -1,5 +1,6 @@
 """Markdown in the terminal while it streams."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,7 +13,7 @@ from rich.segment import Segment
 from mlxserve.cli.console import clean
 
 REFRESH_RATE = 12
-"""Times a second that the block which is still growing is drawn anew."""
+"""Times a second that the block which is still growing is drawn anew at most."""
 CODE_THEME = "ansi_dark"
 """Colours of the terminal's own palette, and no background, which would be copied along as blanks."""
 
@@ -20,11 +21,16 @@ _parser = MarkdownIt("commonmark").enable("strikethrough").enable("table")
 
 
 class MarkdownBody:
-    """An answer as Markdown: blocks that are complete stand for good, the last one is drawn again as it grows."""
+    """An answer as Markdown: blocks that are complete stand for good, the last one is drawn again as it grows.
+
+    On a terminal push() wants a running event loop.
+    """
 
     def __init__(self) -> None:
         self._console = Console(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
+        self._redrawing: asyncio.TimerHandle | None = None
+        self._drawn_at = 0.0
         self._rest = ""
         self._has_printed = False
 
@@ -42,16 +48,31 @@ class MarkdownBody:
             if self._live is None:
                 self._live = Live(
                     console=self._console,
-                    refresh_per_second=REFRESH_RATE,
+                    auto_refresh=False,
                     transient=True,
                     redirect_stdout=False,
                     redirect_stderr=False,
                 )
                 self._live.start()
             self._live.update(_Tail(self._rest, is_first=not (self._has_printed or done)))
+            self._redraw_soon()
         self._print(done)
 
+    def _redraw_soon(self) -> None:
+        if self._redrawing is None:
+            loop = asyncio.get_running_loop()
+            self._redrawing = loop.call_at(self._drawn_at + 1 / REFRESH_RATE, self._redraw)
+
+    def _redraw(self) -> None:
+        self._redrawing = None
+        self._drawn_at = asyncio.get_running_loop().time()
+        if self._live is not None:
+            self._live.refresh()
+
     def finish(self) -> None:
+        if self._redrawing is not None:
+            self._redrawing.cancel()
+            self._redrawing = None
         if self._live is not None:
             self._live.stop()
             self._live = None
