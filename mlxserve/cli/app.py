@@ -4,20 +4,38 @@ import logging
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from mlxserve import __version__
 from mlxserve.cli.bench import bench
+from mlxserve.cli.completion import completion, prepare_completion
+from mlxserve.cli.doctor import doctor
+from mlxserve.cli.loaded_models import ps, stop
 from mlxserve.cli.run import RunCommand, run
 from mlxserve.cli.serve import serve
+from mlxserve.cli.service import service
+from mlxserve.cli.settings import show_config
 from mlxserve.cli.top import top
 from mlxserve.errors import MlxserveError
 
+
+class RootGroup(TyperGroup):
+    """Its help is the list of commands, which alone nearly fills a screen; the options stand in the first line."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[--version]", "[--help]", "COMMAND", "[ARGS]..."]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+
+
 app = typer.Typer(
     name="mlxserve",
-    help="Serve language models from one process.\n\nExample: mlxserve run qwen3-4b 'Why is the sky blue?'",
+    cls=RootGroup,
+    help="Example: mlxserve run qwen3-4b 'Why is the sky blue?'",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -25,8 +43,14 @@ app = typer.Typer(
 )
 app.command(cls=RunCommand)(run)
 app.command()(serve)
+app.command()(ps)
+app.command()(stop)
 app.command()(top)
 app.add_typer(bench, name="bench")
+app.command()(doctor)
+app.command("config")(show_config)
+app.command()(completion)
+app.add_typer(service, name="service")
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,6 +70,7 @@ def _root(
 
 def main() -> None:
     """Run the command of sys.argv and exit: 0, 1 after `Error: ...` on stderr, 2 for wrong usage, 130 for Ctrl-C."""
+    prepare_completion()
     try:
         app()
     except MlxserveError as error:

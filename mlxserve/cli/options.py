@@ -8,10 +8,10 @@ from mlxserve.config import parse_duration, parse_size
 
 Host = Annotated[str | None, typer.Option(metavar="H", help="Address of the server.  [127.0.0.1]")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="Port of the server.  [11711]")]
-Threads = Annotated[int | None, typer.Option(metavar="N", help="CPU threads; no effect on a GPU.")]
 
 # Hidden: the help would not fit a screen with them; docs/cli.md has them.
 Speculation = Annotated[str | None, typer.Option(metavar="KIND", hidden=True)]
+Threads = Annotated[int | None, typer.Option(metavar="N", hidden=True)]
 DraftModel = Annotated[str | None, typer.Option(metavar="M", hidden=True)]
 
 

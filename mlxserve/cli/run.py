@@ -17,7 +17,7 @@ from mlxserve.cli.answer_view import Style
 from mlxserve.cli.attachment import read_attachment
 from mlxserve.cli.chat_backend import ChatBackend, LocalBackend, Message, open_backend
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import DraftModel, Host, Port, Speculation, parse_duration_option
+from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_duration_option
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.cli.session import Session
 from mlxserve.cli.statistics import statistics_lines
@@ -62,7 +62,7 @@ def run(
     max_model_len: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     speculation: Speculation = None,
     draft_model: DraftModel = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
+    threads: Threads = None,
     host: Host = None,
     port: Port = None,
     local: Annotated[bool, typer.Option("--local", help="Never use a running server.")] = False,

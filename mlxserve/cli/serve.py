@@ -70,6 +70,7 @@ def serve(
     debug_prompts: Annotated[bool, typer.Option("--debug-prompts", hidden=True)] = False,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(metavar="URL", hidden=True)] = None,
     threads: Threads = None,
+    daemon: Annotated[bool, typer.Option("--daemon", help="Detach, and return when it answers.")] = False,
     log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
 ) -> None:
     """Start the HTTP server. Example: mlxserve serve --model qwen3-4b --port 8080"""
@@ -100,9 +101,16 @@ def serve(
         threads=threads,
         log_level=log_level,
     )
+    if daemon:
+        from mlxserve.cli import daemon as daemon_process
+
+        daemon_process.start(daemon_process.own_command(), server_config)
+        return
     from mlxserve.api.security import exposure_warning
 
     logs.configure(server_config.log_level)
+    for unknown in config.unknown_variables():
+        logger.warning("%s", unknown)
     if api_key is not None:
         logger.warning("--api-key can be read in the list of processes; set MLXSERVE_API_KEY instead")
     if (warning := exposure_warning(server_config)) is not None:
