@@ -1,19 +1,16 @@
 """The commands, over a fake model and a fake engine (fake_cli.py)."""
 
-import io
-import os
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cli import FINISHED, open_fake
+from fake_cli import FINISHED
 
 from mlxserve import __version__
 from mlxserve.cli import addresses, app
@@ -26,43 +23,6 @@ from mlxserve.errors import ConfigError, InvalidParameter, ModelNotFound
 
 REPOSITORY = Path(__file__).parent.parent
 FAKE_CLI = REPOSITORY / "tests" / "fake_cli.py"
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment without the settings of whoever runs the tests."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MLXSERVE_")}
-    paths = {"MLXSERVE_CONFIG_DIR": str(tmp_path), "MLXSERVE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    return clean | paths | {"COLUMNS": "80"}
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int | str | None
-    stdout: bytes
-    stderr: bytes
-
-
-@pytest.fixture
-def mlxserve(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
-) -> Callable[..., Done]:
-    """Run a command in this process, over the fake model."""
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(run_command, "open_backend", open_fake)
-    monkeypatch.setattr(run_command.logs, "configure", lambda level: None)
-
-    def call(*args: str, stdin: bytes = b"", **env: str) -> Done:
-        monkeypatch.setattr(os, "environ", environment | env)
-        monkeypatch.setattr(sys, "argv", ["mlxserve", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            app.main()
-        except SystemExit as ended:
-            return Done(ended.code, *capsysbinary.readouterr())
-        raise AssertionError("main() returned instead of exiting")
-
-    return call
 
 
 @pytest.fixture

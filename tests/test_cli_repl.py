@@ -1,17 +1,8 @@
-"""The conversation: its logic with a scripted reader, and the terminal itself through a pseudo-terminal."""
+"""The conversation, read from a script."""
 
 import asyncio
-import os
-import pty
-import re
-import select
-import stat
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,14 +12,12 @@ from mlxserve.cli.answer_view import Style
 from mlxserve.cli.commands import Commands
 from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.parameters import ChatParameters
-from mlxserve.cli.prompt_reader import LineAbandoned, PromptReader
+from mlxserve.cli.prompt_reader import LineAbandoned
 from mlxserve.cli.repl import Repl
 from mlxserve.cli.repl_help import HELP, SET_HELP, SHOW_HELP
 from mlxserve.cli.session import Session
 from mlxserve.cli.statistics import statistics_lines
 from mlxserve.errors import ConfigError, ModelNotFound
-
-REPOSITORY = Path(__file__).parent.parent
 
 
 class ScriptedReader:
@@ -225,129 +214,3 @@ def test_answers_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     converse("controls")
     assert capsys.readouterr().out == "[2Jred1m\ttab\n\n\n"
-
-
-# --- the terminal
-
-
-class Terminal:
-    """A command in a pseudo-terminal: type() into it, expect() text from it."""
-
-    def __init__(self, *args: str, cache: Path) -> None:
-        # 80 x 24 as a terminal says it; prompt-toolkit draws nothing in one of size 0.
-        self._fd, child = pty.openpty()
-        os.system(f"stty rows 24 cols 80 < {os.ttyname(child)}")
-        env = {name: value for name, value in os.environ.items() if not name.startswith("MLXSERVE_")}
-        env |= {"MLXSERVE_CACHE_DIR": str(cache), "MLXSERVE_CONFIG_DIR": str(cache)}
-        env |= {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "NO_COLOR": "1"}
-        command = [sys.executable, str(REPOSITORY / "tests" / "fake_cli.py"), *args]
-        self._process = subprocess.Popen(
-            command, stdin=child, stdout=child, stderr=child, env=env, start_new_session=True, preexec_fn=_own_terminal
-        )
-        os.close(child)
-        self._seen = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
-
-    def expect(self, text: str) -> str:
-        """Wait for `text` and return what came before it, without escape sequences."""
-        deadline = time.monotonic() + 30
-        while text not in self._seen:
-            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} after {self._seen!r}"
-            new = self._read()
-            assert new, f"ended without {text!r} after {self._seen!r}"
-            self._seen += re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])", "", new.decode())
-        before, _, self._seen = self._seen.partition(text)
-        return before
-
-    def wait(self) -> int:
-        while self._read():
-            pass
-        return self._process.wait(timeout=30)
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self._fd, 65536)
-        except OSError:  # how Linux tells the end
-            return b""
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._fd)
-
-
-def _own_terminal() -> None:
-    """In the child: make the pseudo-terminal its controlling one, so that Ctrl-C becomes a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    terminal = Terminal("run", "m", cache=tmp_path)
-    yield terminal
-    terminal.close()
-
-
-def test_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
-    terminal.expect(">>>")
-    terminal.type("\x03")
-    terminal.expect("Use Ctrl-D or /bye to leave.")
-    terminal.expect(">>>")
-    terminal.type("half a line\x03")
-    terminal.expect(">>> half a line")
-    terminal.expect(">>>")
-    terminal.type('"""two\rlines"""\r')
-    terminal.expect("...")
-    terminal.expect("You said: two\r\nlines\r\n")
-    terminal.expect(">>>")
-    terminal.type("\x1b[200~pasted\ntext\x1b[201~\r")
-    terminal.expect("You said: pasted\r\ntext\r\n")
-    terminal.expect(">>>")
-    # Ctrl-C stops the answer, the program goes on, and what was shown of it stays in the conversation.
-    terminal.type("endless\r")
-    terminal.expect("one")
-    terminal.type("\x03")
-    terminal.expect(">>>")
-    terminal.type("recount\r")
-    terminal.expect("| user: endless | assistant: one  | user: recount")
-    terminal.expect(">>>")
-    terminal.type("\x04")
-    assert terminal.wait() == 0
-    history = tmp_path / "history"
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    assert "+endless" in history.read_text()
-    assert "half a line" not in history.read_text()
-
-
-def test_history_comes_back_in_the_next_session(tmp_path: Path) -> None:
-    for keys, answer in (("remember me\r", "You said: remember me"), ("\x1b[A\r", "You said: remember me")):
-        terminal = Terminal("run", "m", cache=tmp_path)
-        try:
-            terminal.expect(">>>")
-            terminal.type(keys)
-            terminal.expect(answer)
-            terminal.expect(">>>")
-            terminal.type("\x04")
-            assert terminal.wait() == 0
-        finally:
-            terminal.close()
-
-
-def test_history_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    PromptReader(tmp_path / "file" / "history")
-    assert "History is not kept" in capsys.readouterr().err
-
-
-def test_history_file_is_made_private(tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    path.write_text("")
-    path.chmod(0o644)
-    PromptReader(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600

@@ -72,7 +72,7 @@ def main() -> None:
     """Run the command of sys.argv and exit: 0, 1 after `Error: ...` on stderr, 2 for wrong usage, 130 for Ctrl-C."""
     prepare_completion()
     try:
-        app()
+        app(prog_name="mlxserve")
     except MlxserveError as error:
         _fail(str(error))
     except OSError as error:

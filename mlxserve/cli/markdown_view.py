@@ -41,7 +41,7 @@ class MarkdownBody:
     def push(self, text: str) -> None:
         self._rest += clean(text)
         if "\n" in text:
-            done, self._rest = split_blocks(self._rest)
+            done, self._rest = split_growing(self._rest)
         else:
             done = ""
         if self._console.is_terminal and not self._console.is_dumb_terminal:
@@ -88,12 +88,21 @@ class MarkdownBody:
         self._console.print(_Lines(source))
 
 
-def split_blocks(source: str) -> tuple[str, str]:
-    """The blocks that nothing which follows can change, and the rest, which begins with the last complete block."""
-    lines = source[: source.rfind("\n") + 1].splitlines(keepends=True)
-    starts = [token.map[0] for token in _parser.parse("".join(lines)) if token.level == 0 and token.map]
-    split = sum(len(line) for line in lines[: max(starts, default=0)])
-    return source[:split], source[split:]
+def blocks(source: str) -> list[str]:
+    """The paragraphs, lists, code blocks ... of a text; put together they are all of it."""
+    starts = [token.map[0] for token in _parser.parse(source) if token.level == 0 and token.map]
+    lines = source.split("\n")
+    ends = [*starts[1:], len(lines)]
+    firsts = [0, *starts[1:]]
+    parts = ["\n".join(lines[first:end]) for first, end in zip(firsts, ends, strict=True)]
+    return [part + "\n" for part in parts[:-1]] + parts[-1:]
+
+
+def split_growing(source: str) -> tuple[str, str]:
+    """The blocks that nothing which follows can change, and the rest, which begins with the last complete one."""
+    whole = source[: source.rfind("\n") + 1]
+    done = "".join(blocks(whole)[:-1])
+    return done, source[len(done) :]
 
 
 class _LeftHeading(Heading):
@@ -129,15 +138,24 @@ class _Lines:
             yield Segment.line()
 
     def render(self, console: Console, options: ConsoleOptions) -> list[list[Segment]]:
-        if not self.source.strip():
-            return []
-        lines = console.render_lines(AnswerMarkdown(self.source), options, pad=False)
-        for line in lines:
-            while line and not line[-1].text.strip():
-                line.pop()
-            if line:
-                line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+        lines: list[list[Segment]] = []
+        for block in blocks(self.source):
+            rendered = _stripped(console.render_lines(AnswerMarkdown(block), options, pad=False))
+            if rendered:
+                # Rich puts one or two lines between blocks, depending on their kinds.
+                lines += [[], *rendered] if lines else rendered
         return lines
+
+
+def _stripped(lines: list[list[Segment]]) -> list[list[Segment]]:
+    """Without blanks at the ends of lines, and without empty lines at both ends."""
+    for line in lines:
+        while line and not line[-1].text.strip():
+            line.pop()
+        if line:
+            line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
+    filled = [number for number, line in enumerate(lines) if line]
+    return lines[filled[0] : filled[-1] + 1] if filled else []
 
 
 @dataclass(frozen=True, slots=True)
