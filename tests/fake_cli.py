@@ -53,7 +53,7 @@ class FakeBackend:
 
     async def _answer(self, messages: list[Message]) -> AsyncGenerator[str | ReasoningDelta, None]:
         match messages[-1]["content"]:
-            case "fail":
+            case content if content.split("\n\n")[-1] == "fail":
                 raise EngineError("the fake failed as it was told to")
             case "endless":
                 yield "one "

@@ -3,6 +3,7 @@
 import asyncio
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,3 +215,105 @@ def test_answers_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, caps
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     converse("controls")
     assert capsys.readouterr().out == "[2Jred1m\ttab\n\n\n"
+
+
+# --- models, files, style
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    talk("/list")
+    assert capsys.readouterr().out == "  fake\n  other\n\n"
+
+
+def test_load_goes_on_with_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk("one", "/load other", "two", verbose=True)
+    assert conversation.backend.closed
+    (messages, parameters), *more = conversation.opened["other"].requests
+    assert [message["content"] for message in messages] == ["be brief", "two"], "the conversation begins anew"
+    assert (parameters, more) == (ChatParameters(seed=1), [])
+    assert conversation.session.model == "other"
+    out, err = capsys.readouterr()
+    assert "Loaded other. The conversation begins anew.\n" in out
+    assert err.count("load duration: ") == 2
+
+
+def test_load_of_an_unknown_model_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk("one", "/load unknown", "two")
+    assert len(conversation.backend.requests) == 2
+    assert not conversation.backend.closed
+    assert conversation.session.model == "m"
+    assert capsys.readouterr().err == "Error: no model is called 'unknown'\n"
+
+
+def test_load_of_a_broken_model_returns_to_the_old_one(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk("one", "/load broken", "two")
+    assert list(conversation.opened) == ["broken", "m"]
+    messages, _ = conversation.opened["m"].requests[0]
+    assert [message["content"] for message in messages] == ["be brief", "one", "You said: one", "two"]
+    out, err = capsys.readouterr()
+    assert "Going on with m.\n" in out
+    assert err == "Error: the fake model is broken\n"
+
+
+def test_save(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk('/set parameter stop "a b"', "/set format json", "/save mine", "/save taken")
+    assert conversation.saved == [("mine", "m", "be brief", {"seed": 1, "stop": ["a b"]})]
+    out, err = capsys.readouterr()
+    assert "Saved model, system message and parameters as mine; the conversation is not part of it.\n" in out
+    assert err == "Error: there is one of that name\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "usage"), [("/load", "/load MODEL"), ("/save", "/save NAME"), ("/file ", "/file PATH")]
+)
+def test_commands_that_need_a_word(capsys: pytest.CaptureFixture[str], line: str, usage: str) -> None:
+    talk(line)
+    assert capsys.readouterr().out == f"Usage: {usage}\n\n"
+
+
+def test_files_go_before_the_next_message_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+    backend = talk(f"/file {tmp_path}/notes.txt", f"/file {tmp_path}/picture.png", "fail", "sum up", "more").backend
+    asked = [messages[-1]["content"] for messages, _ in backend.requests]
+    assert asked == ["notes.txt:\n```\na note\n```\n\nfail", "notes.txt:\n```\na note\n```\n\nsum up", "more"]
+    assert "picture.png is not a text file" in capsys.readouterr().err
+
+
+def test_think(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = talk("/set think", "1", "/set think high", "2", "/set nothink", "3", "/set think hard", "4").backend
+    assert [parameters.think for _, parameters in backend.requests] == [True, "high", False, False]
+    out, err = capsys.readouterr()
+    assert "Thinking is on.\n" in out
+    assert "Thinking is on, effort high.\n" in out
+    assert "Thinking is off.\n" in out
+    assert err == "Error: think is true, false, low, medium, high, not 'hard'\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "layout"),
+    [
+        (["/set markdown"], "markdown"),
+        (["/set nomarkdown"], "wrapped"),
+        (["/set nowordwrap"], "plain"),
+        (["/set nowordwrap", "/set wordwrap"], "wrapped"),
+        (["/set markdown", "/set wordwrap"], "markdown"),
+    ],
+)
+def test_layouts(lines: list[str], layout: str) -> None:
+    assert talk(*lines).session.style.layout == layout
+
+
+def test_the_context_meter() -> None:
+    conversation = talk("one", "/clear", "two", "/load other")
+    assert conversation.reader.notes == ["", "51 of 77 tokens", "", "51 of 77 tokens", ""]
+
+
+def test_show_license_and_modelfile(capsys: pytest.CaptureFixture[str]) -> None:
+    talk("/set parameter num_predict 9", '/set parameter stop "a b" c', "/show license", "/show modelfile")
+    out = capsys.readouterr().out
+    assert "The license is not known here.\n" in out
+    assert out.endswith(
+        'FROM m\nTEMPLATE """{{ messages }}"""\nSYSTEM """be brief"""\nPARAMETER temperature 0.7\nPARAMETER seed 1\n'
+        'PARAMETER num_predict 9\nPARAMETER stop "a b"\nPARAMETER stop "c"\n\n'
+    )

@@ -49,5 +49,6 @@ class WordWrapper:
             self._column = 0
         self._column += size
         if self._column > width:
-            self._column %= width
+            # The terminal broke the word; a line that is just full has not been left yet.
+            self._column = (self._column - 1) % width + 1
         return "\n" + word if breaks else word
