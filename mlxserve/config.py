@@ -223,14 +223,15 @@ def build(settings: Mapping[str, Setting]) -> tuple[EngineConfig, ServerConfig]:
 def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
     """One warning for each variable that looks like a setting and is none, so that a slip of the pen is noticed."""
     environ = os.environ if environ is None else environ
-    fields = (spec.name for config in (EngineConfig, ServerConfig) for spec in dataclasses.fields(config))
-    known = {ENV_PREFIX + name.upper() for name in fields} | {ENV_PREFIX + name for name in OTHER_VARIABLES}
+    fields = (spec.name.upper() for config in (EngineConfig, ServerConfig) for spec in dataclasses.fields(config))
+    known = {*fields, *OTHER_VARIABLES}
     warnings = []
-    for name in sorted(environ):
-        if name.startswith(ENV_PREFIX) and name not in known and not name.startswith(ENV_PREFIX + "TEST_"):
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known and not name.startswith("TEST_"):
             close = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {close[0]}?" if close else "`mlxserve config` lists the settings"
-            warnings.append(f"{name} is set and means nothing to mlxserve; {hint}")
+            hint = f"did you mean {ENV_PREFIX}{close[0]}?" if close else "`mlxserve config` lists the settings"
+            warnings.append(f"{variable} is set and means nothing to mlxserve; {hint}")
     return warnings
 
 

@@ -2,6 +2,8 @@
 
 import io
 import os
+import socket
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -96,6 +98,26 @@ def mlxserve(
         raise AssertionError("main() returned instead of exiting")
 
     return call
+
+
+@pytest.fixture
+def process(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """Run a command in a process of its own."""
+
+    def call(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, str(REPOSITORY / "tests" / "fake_cli.py"), *args]
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment | env, timeout=60, check=False
+        )
+
+    return call
+
+
+@pytest.fixture
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

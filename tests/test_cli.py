@@ -26,19 +26,6 @@ FAKE_CLI = REPOSITORY / "tests" / "fake_cli.py"
 
 
 @pytest.fixture
-def process(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[bytes]]:
-    """Run a command in a process of its own."""
-
-    def call(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, str(FAKE_CLI), *args]
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment | env, timeout=60, check=False
-        )
-
-    return call
-
-
-@pytest.fixture
 def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Popen[bytes]]]:
     """Start a command whose stdout and stderr are pipes; what still runs after the test is killed."""
     processes: list[subprocess.Popen[bytes]] = []
