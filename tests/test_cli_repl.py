@@ -257,9 +257,10 @@ def test_load_of_a_broken_model_returns_to_the_old_one(capsys: pytest.CaptureFix
 
 def test_save(capsys: pytest.CaptureFixture[str]) -> None:
     conversation = talk('/set parameter stop "a b"', "/set format json", "/save mine", "/save taken")
-    assert conversation.saved == [("mine", "m", "be brief", {"seed": 1, "stop": ["a b"]})]
+    assert conversation.saved == [("mine", "m", "be brief", {"stop": ["a b"]})]
     out, err = capsys.readouterr()
     assert "Saved model, system message and parameters as mine; the conversation is not part of it.\n" in out
+    assert "Not part of it either, since they go with each request: seed.\n" in out
     assert err == "Error: there is one of that name\n"
 
 
@@ -314,6 +315,6 @@ def test_show_license_and_modelfile(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert "The license is not known here.\n" in out
     assert out.endswith(
-        'FROM m\nTEMPLATE """{{ messages }}"""\nSYSTEM """be brief"""\nPARAMETER temperature 0.7\nPARAMETER seed 1\n'
-        'PARAMETER num_predict 9\nPARAMETER stop "a b"\nPARAMETER stop "c"\n\n'
+        'FROM m\nTEMPLATE """{{ messages }}"""\nSYSTEM """be brief"""\nPARAMETER temperature 0.7\n'
+        'PARAMETER stop "a b"\nPARAMETER stop "c"\n\n'
     )

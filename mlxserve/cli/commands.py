@@ -12,6 +12,7 @@ from mlxserve.cli.chat_backend import ChatBackend
 from mlxserve.cli.console import clean, notice
 from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.modelfile import modelfile
+from mlxserve.cli.parameters import EFFORTS, PER_REQUEST
 from mlxserve.cli.repl_help import HELP, SET_HELP, SHOW_HELP
 from mlxserve.cli.session import Session
 from mlxserve.errors import MlxserveError
@@ -105,9 +106,12 @@ class Commands:
     async def _keep(self, name: str) -> None:
         session = self._session
         await asyncio.to_thread(
-            self._save, name, session.model, system=session.system, parameters=session.parameters.shown()
+            self._save, name, session.model, system=session.system, parameters=session.parameters.of_model()
         )
         print(f"Saved model, system message and parameters as {name}; the conversation is not part of it.")
+        dropped = [each for each in session.parameters.sampling() if each in PER_REQUEST]
+        if dropped:
+            print(f"Not part of it either, since they go with each request: {', '.join(dropped)}.")
 
     def _set(self, rest: str) -> None:
         session = self._session
@@ -124,7 +128,7 @@ class Commands:
                 print("Answers are JSON." if value == "json" else f"Answers are JSON by the schema in {value}.")
             case "think":
                 session.parameters = session.parameters.with_think(value or "true")
-                print(f"Thinking is on{f', effort {value}' if value in ('low', 'medium', 'high') else ''}.")
+                print(f"Thinking is on{f', effort {value}' if value in EFFORTS else ''}.")
             case "" | "system" | "format":
                 print(SET_HELP)
             case _:
@@ -188,7 +192,7 @@ class Commands:
             case "license":
                 print(clean(facts.license or "") or "The license is not known here.")
             case "modelfile":
-                parameters = facts.default_sampling | session.parameters.shown()
+                parameters = facts.default_sampling | session.parameters.of_model()
                 system = session.system or facts.system
                 print(clean(modelfile(session.model, facts.template, system, parameters)))
             case "":

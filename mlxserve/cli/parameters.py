@@ -61,9 +61,10 @@ class ChatParameters:
             given["chat_template_kwargs"] = {"enable_thinking": self.think}
         return given
 
-    def shown(self) -> dict[str, Any]:
-        """What `/show parameters` lists and `/save` keeps, by name."""
-        return self.sampling() | ({"stop": list(self.stop)} if self.stop else {})
+    def of_model(self) -> dict[str, Any]:
+        """What was given and can be a model's default, by name: all but what goes with each request."""
+        values = self.sampling() | ({"stop": list(self.stop)} if self.stop else {})
+        return {name: value for name, value in values.items() if name not in PER_REQUEST}
 
     @property
     def grammar(self) -> Grammar | None:
@@ -146,5 +147,6 @@ NUMBERS: dict[str, type[int] | type[float]] = {
     "presence_penalty": float,
     "frequency_penalty": float,
 }
+PER_REQUEST = ("seed", "max_tokens", "min_tokens")
 OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """What its users have in their fingers."""
