@@ -129,6 +129,17 @@ def test_sizes(size: float, text: str) -> None:
     assert format_bytes(size) == text
 
 
+@pytest.mark.parametrize("buffered", ["", "1"])
+def test_a_reader_that_goes_away_is_no_failure(environment: dict[str, str], buffered: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "mlxserve", "config"]
+    env = environment | {"PYTHONUNBUFFERED": buffered}
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, env=env, timeout=60, check=False)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 # --- serve --daemon
 
 

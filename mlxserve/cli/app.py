@@ -4,12 +4,13 @@ import logging
 import os
 import sys
 import traceback
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from typer.core import TyperGroup
 
 from mlxserve import __version__
+from mlxserve.cli import console
 from mlxserve.cli.bench import bench
 from mlxserve.cli.completion import completion, prepare_completion
 from mlxserve.cli.doctor import doctor
@@ -72,13 +73,31 @@ def main() -> None:
     """Run the command of sys.argv and exit: 0, 1 after `Error: ...` on stderr, 2 for wrong usage, 130 for Ctrl-C."""
     prepare_completion()
     try:
-        app(prog_name="mlxserve")
+        _run()
+    except BrokenPipeError:
+        console.abandon_stdout()
+        sys.exit(0)
     except MlxserveError as error:
         _fail(str(error))
     except OSError as error:
         _fail(str(error))
     except Exception as error:
         _fail(f"{type(error).__name__}: {error}. This is a fault of mlxserve; MLXSERVE_DEBUG=1 shows where.")
+
+
+def _run() -> NoReturn:
+    """Run the command and raise SystemExit; or BrokenPipeError, where nobody reads stdout any more."""
+    try:
+        app(prog_name="mlxserve")
+    except SystemExit as ended:
+        # Typer makes exit code 1 of it.
+        if isinstance(ended.__context__, BrokenPipeError):
+            raise ended.__context__ from None
+        if sys.stdout is not None:
+            # Now, and not when Python ends: then it could only complain.
+            sys.stdout.flush()
+        raise
+    raise AssertionError("typer exits")
 
 
 def _fail(message: str) -> None:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from mlxserve.cli import console
 from mlxserve.cli.checks import CHECKS, Check, Status
-from mlxserve.cli.console import spinner
 
 MARKS = {Status.OK: "ok  ", Status.WARN: "warn", Status.FAIL: "FAIL"}
 
@@ -17,9 +17,10 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON li
 
     The exit code is 1 if something is broken.
     """
+    console.make_stdout_lenient()
     done: list[Check] = []
     for check in CHECKS:
-        with spinner(""):
+        with console.spinner(""):
             found = check()
         done += found
         if not as_json:

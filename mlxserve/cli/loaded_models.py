@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from mlxserve import config
-from mlxserve.cli.console import clean
+from mlxserve.cli import console
 from mlxserve.cli.options import Host, Port
 from mlxserve.cli.server_client import ServerClient, open_client
 from mlxserve.cli.table import print_table
@@ -26,6 +26,7 @@ def ps(
     port: Port = None,
 ) -> None:
     """List the models in a server's memory. Example: mlxserve ps --port 8080"""
+    console.make_stdout_lenient()
     _, server_config = config.load_config(host=host, port=port)
     with open_client(server_config) as client:
         models = _loaded(client)
@@ -45,6 +46,7 @@ def stop(
 
     Answers that are under way are given first.
     """
+    console.make_stdout_lenient()
     _, server_config = config.load_config(host=host, port=port)
     # No limit: the server answers when the model's last request has ended.
     with open_client(server_config, timeout=None) as client:
@@ -70,8 +72,8 @@ def _canonical(name: str) -> str:
 def _row(model: Json, now: datetime) -> Sequence[str]:
     size, gpu_size = model.get("size") or 0, model.get("size_vram") or 0
     return (
-        clean(str(model.get("name", ""))),
-        clean(str(model.get("digest", ""))).removeprefix("sha256:")[:12],
+        console.clean(str(model.get("name", ""))),
+        console.clean(str(model.get("digest", ""))).removeprefix("sha256:")[:12],
         format_bytes(size),
         _processor(size, gpu_size),
         str(model.get("context_length") or ""),

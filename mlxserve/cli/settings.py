@@ -20,6 +20,7 @@ def show_config(
 
     Example: MLXSERVE_PORT=8080 mlxserve config
     """
+    console.make_stdout_lenient()
     for warning in config.unknown_variables():
         console.warn(warning)
     settings = config.resolve({})
