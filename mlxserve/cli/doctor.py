@@ -2,17 +2,17 @@
 
 import dataclasses
 import json
-from typing import Annotated
 
 import typer
 
 from mlxserve.cli import console
 from mlxserve.cli.checks import CHECKS, Check, Status
+from mlxserve.cli.options import Json
 
 MARKS = {Status.OK: "ok  ", Status.WARN: "warn", Status.FAIL: "FAIL"}
 
 
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list.")] = False) -> None:
+def doctor(as_json: Json = False) -> None:
     """Check this machine and the settings. Example: mlxserve doctor
 
     The exit code is 1 if something is broken.

@@ -9,7 +9,7 @@ import typer
 
 from mlxserve import config
 from mlxserve.cli import console
-from mlxserve.cli.options import Host, Port
+from mlxserve.cli.options import Host, Json, Port
 from mlxserve.cli.server_client import ServerClient, open_client
 from mlxserve.cli.table import print_table
 from mlxserve.errors import ModelNotFound
@@ -17,11 +17,12 @@ from mlxserve.errors import ModelNotFound
 FOREVER_SECONDS = 50 * 365 * 86400
 """A model that stays longer than this stays for ever: the dialect has no other way to say so."""
 
-Json = dict[str, Any]
+Entry = dict[str, Any]
+"""One model as the server tells of it."""
 
 
 def ps(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the server's own JSON.")] = False,
+    as_json: Json = False,
     host: Host = None,
     port: Port = None,
 ) -> None:
@@ -59,7 +60,7 @@ def stop(
             print(f"stopped '{name}'")
 
 
-def _loaded(client: ServerClient) -> list[Json]:
+def _loaded(client: ServerClient) -> list[Entry]:
     models = client.get("/api/ps", "models")["models"]
     return [model for model in models if isinstance(model, dict)] if isinstance(models, list) else []
 
@@ -69,7 +70,7 @@ def _canonical(name: str) -> str:
     return name.lower().removesuffix(":latest")
 
 
-def _row(model: Json, now: datetime) -> Sequence[str]:
+def _row(model: Entry, now: datetime) -> Sequence[str]:
     size, gpu_size = model.get("size") or 0, model.get("size_vram") or 0
     return (
         console.clean(str(model.get("name", ""))),

@@ -8,6 +8,7 @@ from mlxserve.config import parse_duration, parse_size
 
 Host = Annotated[str | None, typer.Option(metavar="H", help="Address of the server.  [127.0.0.1]")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="Port of the server.  [11711]")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 # Hidden: the help would not fit a screen with them; docs/cli.md has them.
 Speculation = Annotated[str | None, typer.Option(metavar="KIND", hidden=True)]

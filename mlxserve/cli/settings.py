@@ -1,21 +1,18 @@
 """`mlxserve config`: every setting, its value and where that came from."""
 
 import json
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from mlxserve import config
 from mlxserve.cli import console
+from mlxserve.cli.options import Json
 from mlxserve.cli.table import print_table
 from mlxserve.config import Setting
 
 SECRETS = ("api_key",)
 
 
-def show_config(
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object.")] = False,
-) -> None:
+def show_config(as_json: Json = False) -> None:
     """Show every setting, its value and where it came from.
 
     Example: MLXSERVE_PORT=8080 mlxserve config
