@@ -182,6 +182,15 @@ def test_daemon_that_does_not_start(
     )
 
 
+def test_a_daemons_warnings_reach_the_terminal(
+    process: Callable[..., subprocess.CompletedProcess[bytes]],
+) -> None:
+    done = process("serve", "--daemon", "--host", "0.0.0.0", "--port", "0", MLXSERVE_PROT="1")
+    assert done.returncode == 1
+    assert b"did you mean MLXSERVE_PORT?" in done.stderr
+    assert b"Set a key (MLXSERVE_API_KEY)" in done.stderr
+
+
 def test_daemon_needs_a_known_port(mlxserve: Any) -> None:
     done = mlxserve("serve", "--daemon", "--port", "0")
     assert done.returncode == 1

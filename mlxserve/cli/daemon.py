@@ -41,6 +41,7 @@ def start(command: Sequence[str], server_config: ServerConfig) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     # Prompts may stand in a log of level debug: nobody else may read it.
     with os.fdopen(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+        os.fchmod(output.fileno(), 0o600)
         # A session of its own: neither Ctrl-C nor the end of the terminal reaches it.
         process = subprocess.Popen(
             list(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True

@@ -100,11 +100,6 @@ def serve(
         threads=threads,
         log_level=log_level,
     )
-    if daemon:
-        from mlxserve.cli import daemon as daemon_process
-
-        daemon_process.start(daemon_process.own_command(), server_config)
-        return
     from mlxserve.api.security import exposure_warning
 
     logs.configure(server_config.log_level)
@@ -114,6 +109,11 @@ def serve(
         logger.warning("--api-key can be read in the list of processes; set MLXSERVE_API_KEY instead")
     if (warning := exposure_warning(server_config)) is not None:
         logger.warning("%s", warning)
+    if daemon:
+        from mlxserve.cli import daemon as daemon_process
+
+        daemon_process.start(daemon_process.own_command(), server_config)
+        return
     listeners = addresses.listen(server_config.host, server_config.port)
     asyncio.run(_serve(listeners, model or [], engine_config, server_config))
 

@@ -1,5 +1,6 @@
 """`mlxserve config`: every setting, its value and where that came from."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -7,9 +8,10 @@ from mlxserve import config
 from mlxserve.cli import console
 from mlxserve.cli.options import Json
 from mlxserve.cli.table import print_table
-from mlxserve.config import Setting
+from mlxserve.config import EngineConfig, ServerConfig, Setting
 
-SECRETS = ("api_key",)
+SECRETS = {spec.name for kind in (EngineConfig, ServerConfig) for spec in dataclasses.fields(kind) if not spec.repr}
+"""Settings that nothing may print."""
 
 
 def show_config(as_json: Json = False) -> None:
