@@ -193,11 +193,11 @@ def test_config_tells_values_and_where_they_come_from(mlxserve: Any, tmp_path: P
 
 
 def test_config_as_json_has_every_setting(mlxserve: Any) -> None:
-    done = mlxserve("config", "--json", MLXSERVE_API_KEY="s3cret", MLXSERVE_KV_DISK_PATH="/tmp/x")
+    done = mlxserve("config", "--json", MLXSERVE_API_KEY="s3cret", MLXSERVE_KV_DISK_PATH="/blocks")
     settings = json.loads(done.stdout)["settings"]
     assert set(settings) == {*EngineConfig.__dataclass_fields__, *ServerConfig.__dataclass_fields__}
     assert settings["api_key"] == {"value": "********", "origin": "environment"}
-    assert settings["kv_disk_path"]["value"] == "/tmp/x"
+    assert settings["kv_disk_path"]["value"] == "/blocks"
     assert settings["allowed_hosts"] == {"value": [], "origin": "default"}
 
 
