@@ -5,6 +5,7 @@ in the config file `name`. The file is TOML, at `config_file()`.
 """
 
 import dataclasses
+import difflib
 import math
 import os
 import re
@@ -22,6 +23,8 @@ from mlxserve.errors import ConfigError
 
 SPECULATION_KINDS = ("auto", "ngram", "draft", "off")
 ENV_PREFIX = "MLXSERVE_"
+OTHER_VARIABLES = ("CONFIG_DIR", "CACHE_DIR", "DEBUG", "PYTHON")
+"""Variables with this prefix that are no settings."""
 DEFAULT_PORT = 11711
 
 
@@ -215,6 +218,21 @@ def build(settings: Mapping[str, Setting]) -> tuple[EngineConfig, ServerConfig]:
         return {spec.name: settings[spec.name].value for spec in dataclasses.fields(config)}
 
     return EngineConfig(**pick(EngineConfig)), ServerConfig(**pick(ServerConfig))
+
+
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """One warning for each variable that looks like a setting and is none, so that a slip of the pen is noticed."""
+    environ = os.environ if environ is None else environ
+    fields = (spec.name.upper() for config in (EngineConfig, ServerConfig) for spec in dataclasses.fields(config))
+    known = {*fields, *OTHER_VARIABLES}
+    warnings = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known and not name.startswith("TEST_"):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {ENV_PREFIX}{close[0]}?" if close else "`mlxserve config` lists the settings"
+            warnings.append(f"{variable} is set and means nothing to mlxserve; {hint}")
+    return warnings
 
 
 def load_config(**flags: Any) -> tuple[EngineConfig, ServerConfig]:

@@ -38,7 +38,7 @@ from mlxserve.api.openai.tools import (
     ToolReference,
 )
 from mlxserve.api.wire import WireModel
-from mlxserve.cli import repl
+from mlxserve.cli import repl_help
 from mlxserve.cli.app import app
 from mlxserve.config import EngineConfig, ServerConfig
 from mlxserve.core.generation import Timings, Usage
@@ -338,7 +338,23 @@ def test_flags_are_the_documented_ones() -> None:
     documented = {word.split()[0] for row in rows for word in code(row[0]) if word.startswith("--")}
     assert documented == flags("run")
     settings = {word for row in table(CLI, "## Settings") for word in code(row[1])}
-    assert flags("serve") == settings | {"--model"}
+    assert flags("serve") == settings | {"--model", "--daemon"}
+    assert {words[0] for row in table(CLI, "## mlxserve serve") for words in [code(row[0])]} == {
+        "--model M",
+        "--daemon",
+    }
+
+
+@pytest.mark.parametrize("command", ["ps", "stop", "top", "doctor", "config"])
+def test_flags_of_small_commands_are_the_documented_ones(command: str) -> None:
+    rows = table(CLI, f"## mlxserve {command}")
+    assert {word.split()[0] for row in rows for word in code(row[0]) if word.startswith("--")} == flags(command)
+
+
+def test_commands_are_the_documented_ones() -> None:
+    listed = set(re.findall(r"^mlxserve (\w+)", CLI.partition("```")[2].partition("```")[0], re.M))
+    shown = {name for name, command in typer.main.get_command(app).commands.items() if not command.hidden}
+    assert listed == shown
 
 
 def test_flags_of_bench_are_the_documented_ones() -> None:
@@ -373,12 +389,13 @@ def test_models_toml_and_modelfiles_are_documented() -> None:
 
 
 def test_commands_of_the_conversation_are_the_documented_ones() -> None:
-    expected = {(name,) for name in re.findall(r"/\?|/\w+", repl.HELP)} - {("/set",), ("/show",)}
+    expected = {(name,) for name in re.findall(r"/\?|/\w+", repl_help.HELP)} - {("/set",), ("/show",)}
     for name, first, second in re.findall(
-        r"^  (/\w+) (\w+)(?: \| (\w+))?", repl.SET_HELP + "\n" + repl.SHOW_HELP, re.M
+        r"^  (/\w+) (\w+)(?: \| (\w+))?", repl_help.SET_HELP + "\n" + repl_help.SHOW_HELP, re.M
     ):
         expected |= {(name, word) for word in (first, second) if word}
-    documented = {tuple(name.split()[:2]) for row in table(CLI, "### Conversation") for name in code(row[0])}
+    rows = [name.split() for row in table(CLI, "### Conversation") for name in code(row[0])]
+    documented = {tuple(words[: 2 if words[0] in ("/set", "/show") else 1]) for words in rows}
     assert documented == expected | {("/exit",)}
 
 

@@ -24,7 +24,7 @@ def rm(
     host: Host = None,
     port: Port = None,
 ) -> None:
-    """Remove models: your name for one, and files that no other name needs.
+    """Remove your names of models, and files no other name needs.
 
     Folders, .gguf files and Python packages stay.
 
@@ -68,7 +68,7 @@ def create(
     parameter: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A default; may be repeated.")] = None,
     license: Annotated[str | None, typer.Option(metavar="TEXT", help="Licence.")] = None,
 ) -> None:
-    """Make a name for a model with a system message, template or defaults.
+    """Name a model with its own system message, template or defaults.
 
     Example: mlxserve create pirate --from qwen3-4b --system 'Arr.'
     """
