@@ -47,6 +47,17 @@ def config_file() -> Path:
     return config_dir() / "config.toml"
 
 
+class Duration(float):
+    """Seconds, of anything parse_duration() takes."""
+
+    def __new__(cls, value: float | str) -> "Duration":
+        """Raises ValueError: it is no duration."""
+        return super().__new__(cls, parse_duration(value))
+
+
+DEFAULT_KEEP_ALIVE = Duration(300.0)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of the engine; one object for each loaded model."""
@@ -81,6 +92,15 @@ class EngineConfig:
     draft_model: str | None = None
     """Name of a smaller model of the same vocabulary that guesses at what every other model here will say."""
 
+    keep_alive: Duration = DEFAULT_KEEP_ALIVE
+    """Seconds that a model stays loaded after its last request; negative: until there is need for its memory."""
+    pin: tuple[str, ...] = ()
+    """Names of models that, once loaded, neither expire nor make room for others."""
+    max_loaded_models: int | None = None
+    """Models in memory at most; None: as many as fit."""
+    memory_budget: int | None = None
+    """Bytes of the weights and KV caches of all models; None: the device's budget, less room for a step's arrays."""
+
     def __post_init__(self) -> None:
         _require(
             8 <= self.block_size <= 512 and self.block_size & (self.block_size - 1) == 0,
@@ -88,7 +108,15 @@ class EngineConfig:
         )
         for name in ("max_num_seqs", "max_queue"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_prefill_tokens", "max_model_len", "kv_cache_bytes", "kv_disk", "request_timeout"):
+        for name in (
+            "max_prefill_tokens",
+            "max_model_len",
+            "kv_cache_bytes",
+            "kv_disk",
+            "request_timeout",
+            "max_loaded_models",
+            "memory_budget",
+        ):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
         _require(self.kv_bits in (None, 8, 4), f"kv_bits must be 8 or 4, or be left out, not {self.kv_bits}")

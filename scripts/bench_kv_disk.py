@@ -111,7 +111,7 @@ async def one_turn(model: str, config: EngineConfig, prompt: list[int]) -> Turn:
     host = ModelHost(config, Registry(), observer=turn, allow_paths=True)
     await host.start()
     try:
-        served = await host.get(model)
+        served = (await host.acquire(model)).model
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True)
         # Without drafts: several tokens of a step have no time between them.
         request = GenerationRequest("turn", TokenPrompt(tuple(prompt)), sampling, speculation=Speculation.OFF)

@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxserve.api.connection import until_disconnect
 from mlxserve.core.generation import Arrival, Embedding, Finished, GenerationRequest, Usage
+from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import EngineError, MlxserveError
 
 if TYPE_CHECKING:
@@ -194,7 +195,8 @@ class Exchange:
             yield piece
 
     async def _admit(self, model: str, place: "Callable[[ServedModel], Order]", keep_alive: float | None) -> Answer:
-        self._lease = await self._host.acquire(model, keep_alive=keep_alive)
+        with self._host.journal.loading(self._request.state.request_id, model, Timeline.waiting(self._arrival)):
+            self._lease = await self._host.acquire(model, keep_alive=keep_alive)
         served = self._lease.model
         self._arrival.loaded = time.monotonic()
         order = place(served)
