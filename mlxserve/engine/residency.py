@@ -45,6 +45,8 @@ class Resident:
     state: State = State.WAITING
     num_leases: int = 0
     last_used: float = 0.0
+    is_new: bool = True
+    """Nobody had it yet since it was loaded: who waited for it gets it, whoever needs its room by now."""
     is_stopping: bool = False
     """It is to go as soon as nobody uses it."""
 
@@ -135,11 +137,13 @@ class Residency:
         """Whether somebody new may have it: it is there, and not about to go."""
         if resident.state is not State.LOADED or resident.is_stopping:
             return False
-        return resident not in self._victims()
+        # Else two models that both have requests could evict one another in turns, and serve none of them.
+        return resident.is_new or resident not in self._victims()
 
     def lease(self, resident: Resident, keep_alive: float | None) -> None:
         """`keep_alive` None: what was said before."""
         resident.num_leases += 1
+        resident.is_new = False
         if keep_alive is not None:
             resident.keep_alive = keep_alive
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxserve.errors import ModelLoadError
 from mlxserve.store.gguf_file import GgufFile
-from mlxserve.store.loader import DtypePolicy
+from mlxserve.store.loader import MAX_SAFETENSORS_HEADER, DtypePolicy
 
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 """GGUF types that stay quantised, and the bits of a code; every 32 codes get a scale and a bias of 2 bytes each."""
@@ -50,7 +50,10 @@ def _weight_files(path: Path) -> list[Path]:
 def _safetensors_bytes(file: Path, config: dict[str, Any], dtype_policy: DtypePolicy) -> int:
     """The format: 8 bytes with the header's length, then the header in JSON."""
     with file.open("rb") as stream:
-        header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+        length = int.from_bytes(stream.read(8), "little")
+        if length > MAX_SAFETENSORS_HEADER:
+            raise ValueError("not a safetensors file")
+        header = json.loads(stream.read(length))
     header.pop("__metadata__", None)
     if dtype_policy == "keep":
         return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
