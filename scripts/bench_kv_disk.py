@@ -49,6 +49,12 @@ class Turn:
     def inter_token_latency(self, model: str, seconds: float) -> None:
         self.intervals.append(seconds)
 
+    def step_finished(self, model: str, step: object) -> None: ...
+
+    def model_loaded(self, model: str, outcome: str, seconds: float) -> None: ...
+
+    def model_unloaded(self, model: str, reason: str) -> None: ...
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -225,6 +225,15 @@ def test_the_last_model_that_may_come_gets_all_that_is_left() -> None:
     assert residency.kv_share(only, weight_bytes=100, useful_bytes=0) == 900
 
 
+def test_a_cache_has_no_more_than_its_requests_could_use() -> None:
+    residency = Residency(1000)
+    small = resident("a", 100)
+    residency.want(small)
+    actions(residency)
+    assert residency.kv_share(small, weight_bytes=100, useful_bytes=50, most_bytes=70) == 70
+    assert residency.used == 170
+
+
 def test_weights_that_are_more_than_expected_leave_nothing_for_the_cache() -> None:
     residency = Residency(1000)
     model = resident("a", 100)

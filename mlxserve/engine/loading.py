@@ -55,6 +55,8 @@ class Plan:
     weight_bytes: int
     least_kv_bytes: int
     useful_kv_bytes: int
+    most_kv_bytes: int | None
+    """What as many requests of full length take as run at a time; None: not known."""
     digest: str
 
 
@@ -209,20 +211,18 @@ class Loading:
         # A block for what is left of the last one, and the scratch block.
         per_token, spare = sum(each.kv_bytes_per_token for each in estimates), 2 * self._config.block_size
         least, useful = ((min(tokens, longest) + spare) * per_token for tokens in (LEAST_TOKENS, USEFUL_TOKENS))
+        most = (self._config.max_num_seqs * longest + spare) * per_token or None
         if self._config.kv_cache_bytes is not None:
-            least = useful = self._config.kv_cache_bytes
-        return Plan(
-            path, draft, sum(each.weight_bytes for each in estimates), least, useful, facts.digest if facts else ""
-        )
+            least = useful = most = self._config.kv_cache_bytes
+        weight_bytes = sum(each.weight_bytes for each in estimates)
+        return Plan(path, draft, weight_bytes, least, useful, most, "" if facts is None else facts.digest)
 
     async def _load(self, source: ModelSource, resident: Resident, plan: Plan) -> LoadedEngine:
         started = time.monotonic()
         loaded, tokenizer = await self._read(source, plan.path)
         draft = None if plan.draft is None else await self._read_draft(source, tokenizer, *plan.draft)
         weight_bytes = loaded.weight_bytes + (0 if draft is None else draft.weight_bytes)
-        kv_bytes = self._residency.kv_share(resident, weight_bytes, plan.useful_kv_bytes)
-        if self._config.kv_cache_bytes is not None:
-            kv_bytes = min(kv_bytes, self._config.kv_cache_bytes)
+        kv_bytes = self._residency.kv_share(resident, weight_bytes, plan.useful_kv_bytes, plan.most_kv_bytes)
         pieces = build.build_pieces(
             loaded,
             self._config,
@@ -233,6 +233,9 @@ class Loading:
             kv_bytes=kv_bytes,
         )
         built = await self._work(pieces)
+        if not built.uses_block_cache:
+            # Nothing bounds mlx-lm's own caches; they are counted as small ones.
+            resident.size = min(resident.size, weight_bytes + plan.least_kv_bytes)
         await asyncio.wrap_future(self._thread.call(_exempt_from_collection))
         handle = await asyncio.wrap_future(self._thread.add_engine(source.name, built.engine))
         observer = self._observer

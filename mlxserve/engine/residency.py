@@ -113,15 +113,18 @@ class Residency:
         if resident.state is State.WAITING:
             self._forget(resident)
 
-    def kv_share(self, resident: Resident, weight_bytes: int, useful_bytes: int) -> int:
+    def kv_share(self, resident: Resident, weight_bytes: int, useful_bytes: int, most_bytes: int | None = None) -> int:
         """Bytes for the KV cache of a model being loaded, which are its own from now on.
 
         Of what the weights leave it is an equal part for each model that may still come; where `max_models` does not
-        say how many these are, half. If that is less than `useful_bytes`, it is those, or all there is.
+        say how many these are, half. If that is less than `useful_bytes`, it is those, or all there is; if it is more
+        than `most_bytes`, it is those.
         """
         room = max(0, self.budget - self.used + resident.size - weight_bytes)
         num_to_come = 1 if self.max_models is None else self.max_models - self.num_models
         share = min(room, max(useful_bytes, room // (1 + num_to_come)))
+        if most_bytes is not None:
+            share = min(share, most_bytes)
         resident.size = weight_bytes + share
         return share
 
