@@ -80,7 +80,7 @@ async def test_streams_go_on_while_another_model_is_loaded(
     clock = types.SimpleNamespace(monotonic=lambda: float(next(ticks)))
     monkeypatch.setattr("mlxserve.engine.engine_thread.time", clock)
     async with hosting(registry) as host:
-        generation = await (await get(host, "one")).generate(make_generation_request(max_tokens=None))
+        model, thread = await get(host, "one"), host._thread
         stock, steps = build._load_pieces, []
 
         def load_pieces(*arguments: Any) -> Any:
@@ -90,7 +90,14 @@ async def test_streams_go_on_while_another_model_is_loaded(
             return (yield from stock(*arguments))
 
         monkeypatch.setattr("mlxserve.engine.loading.loader.load_pieces", load_pieces)
-        await get(host, "two")
+        with held(Gate()) as gate:
+            assert thread is not None
+            thread.call(gate)
+            generation = await model.generate(make_generation_request(max_tokens=None))
+            getting = asyncio.create_task(get(host, "two"))
+            while thread._inbox.qsize() < 2:  # noqa: ASYNC110 -- worker threads look at the files
+                await asyncio.sleep(0.001)
+        await getting
         generation.cancel()
     assert len(steps) == 20
     assert max(Counter(steps).values()) <= 3, "pieces of the load without a step between them"
