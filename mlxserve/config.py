@@ -47,6 +47,34 @@ def config_file() -> Path:
     return config_dir() / "config.toml"
 
 
+_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)"
+_DURATION = re.compile(rf"([+-]?)((?:{_DURATION_PART})+)")
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds: a number of them (300, "300"), or as Go writes durations: "5m", "1h30m", "1.5s", "500ms"; also "d" for
+    days. What is negative means for ever, wherever a duration may be that.
+
+    Raises:
+        ValueError: not such a duration.
+    """
+    if isinstance(text, str):
+        text = text.strip().lower()
+        if (match := _DURATION.fullmatch(text)) is not None:
+            parts = re.findall(_DURATION_PART, match[2])
+            seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+            return -seconds if match[1] == "-" else seconds
+    try:
+        # A boolean is an int to Python, and none to who writes `keep_alive: true`.
+        seconds = math.nan if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
+    return seconds
+
+
 class Duration(float):
     """Seconds, of anything parse_duration() takes."""
 
@@ -311,34 +339,6 @@ def parse_size(text: str) -> int:
     if number != int(number):
         raise ValueError("a whole number is needed")
     return int(number)
-
-
-_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)"
-_DURATION = re.compile(rf"([+-]?)((?:{_DURATION_PART})+)")
-
-
-def parse_duration(text: str | float) -> float:
-    """Seconds: a number of them (300, "300"), or as Go writes durations: "5m", "1h30m", "1.5s", "500ms"; also "d" for
-    days. What is negative means for ever, wherever a duration may be that.
-
-    Raises:
-        ValueError: not such a duration.
-    """
-    if isinstance(text, str):
-        text = text.strip().lower()
-        if (match := _DURATION.fullmatch(text)) is not None:
-            parts = re.findall(_DURATION_PART, match[2])
-            seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
-            return -seconds if match[1] == "-" else seconds
-    try:
-        # A boolean is an int to Python, and none to who writes `keep_alive: true`.
-        seconds = math.nan if isinstance(text, bool) else float(text)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
-    return seconds
 
 
 def _require(condition: bool, message: str) -> None:
