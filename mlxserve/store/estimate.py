@@ -8,7 +8,8 @@ from typing import Any
 
 from mlxserve.errors import ModelLoadError
 from mlxserve.store.gguf_file import GgufFile
-from mlxserve.store.loader import MAX_SAFETENSORS_HEADER, DtypePolicy
+from mlxserve.store.loader import DtypePolicy
+from mlxserve.store.safetensors_header import BadHeader, read_header
 
 _BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 """GGUF types that stay quantised, and the bits of a code; every 32 codes get a scale and a bias of 2 bytes each."""
@@ -39,7 +40,7 @@ def estimate(path: Path, *, dtype_policy: DtypePolicy, kv_bits: int | None = Non
         return MemoryEstimate(
             weight_bytes, _kv_bytes(config, dtype_policy, kv_bits), int(config.get("max_position_embeddings") or 0)
         )
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, ModelLoadError):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, BadHeader, ModelLoadError):
         return MemoryEstimate(sum(file.stat().st_size for file in _weight_files(path)), 0, 0)
 
 
@@ -48,26 +49,20 @@ def _weight_files(path: Path) -> list[Path]:
 
 
 def _safetensors_bytes(file: Path, config: dict[str, Any], dtype_policy: DtypePolicy) -> int:
-    """The format: 8 bytes with the header's length, then the header in JSON."""
-    with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
-        if length > MAX_SAFETENSORS_HEADER:
-            raise ValueError("not a safetensors file")
-        header = json.loads(stream.read(length))
-    header.pop("__metadata__", None)
+    header = read_header(file)
     if dtype_policy == "keep":
-        return sum(entry["data_offsets"][1] - entry["data_offsets"][0] for entry in header.values())
+        return sum(tensor.num_bytes for tensor in header.values())
     quantization = config.get("quantization") or {}
     num_values = 0
-    for name, entry in header.items():
+    for name, tensor in header.items():
         stem, _, kind = name.rpartition(".")
         is_quantised = f"{stem}.scales" in header
         if is_quantised and kind == "scales":
             own = quantization.get(stem)
             group_size = own["group_size"] if isinstance(own, dict) else quantization["group_size"]
-            num_values += math.prod(entry["shape"]) * group_size
+            num_values += math.prod(tensor.shape) * group_size
         elif not is_quantised or kind not in ("weight", "biases"):
-            num_values += math.prod(entry["shape"])
+            num_values += math.prod(tensor.shape)
     return 4 * num_values
 
 
