@@ -50,6 +50,45 @@ def config_file() -> Path:
     return config_dir() / "config.toml"
 
 
+_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)"
+_DURATION = re.compile(rf"([+-]?)((?:{_DURATION_PART})+)")
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds: a number of them (300, "300"), or as Go writes durations: "5m", "1h30m", "1.5s", "500ms"; also "d" for
+    days. What is negative means for ever, wherever a duration may be that.
+
+    Raises:
+        ValueError: not such a duration.
+    """
+    if isinstance(text, str):
+        text = text.strip().lower()
+        if (match := _DURATION.fullmatch(text)) is not None:
+            parts = re.findall(_DURATION_PART, match[2])
+            seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+            return -seconds if match[1] == "-" else seconds
+    try:
+        # A boolean is an int to Python, and none to who writes `keep_alive: true`.
+        seconds = math.nan if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
+    return seconds
+
+
+class Duration(float):
+    """Seconds, of anything parse_duration() takes."""
+
+    def __new__(cls, value: float | str) -> "Duration":
+        """Raises ValueError: it is no duration."""
+        return super().__new__(cls, parse_duration(value))
+
+
+DEFAULT_KEEP_ALIVE = Duration(300.0)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
     """Settings of the engine; one object for each loaded model."""
@@ -84,6 +123,15 @@ class EngineConfig:
     draft_model: str | None = None
     """Name of a smaller model of the same vocabulary that guesses at what every other model here will say."""
 
+    keep_alive: Duration = DEFAULT_KEEP_ALIVE
+    """Seconds that a model stays loaded after its last request; negative: until there is need for its memory."""
+    pin: tuple[str, ...] = ()
+    """Names of models that, once loaded, neither expire nor make room for others."""
+    max_loaded_models: int | None = None
+    """Models in memory at most; None: as many as fit."""
+    memory_budget: int | None = None
+    """Bytes of the weights and KV caches of all models; None: the device's budget, less room for a step's arrays."""
+
     def __post_init__(self) -> None:
         _require(
             8 <= self.block_size <= 512 and self.block_size & (self.block_size - 1) == 0,
@@ -91,7 +139,15 @@ class EngineConfig:
         )
         for name in ("max_num_seqs", "max_queue"):
             _require(getattr(self, name) >= 1, f"{name} must be at least 1, not {getattr(self, name)}")
-        for name in ("max_prefill_tokens", "max_model_len", "kv_cache_bytes", "kv_disk", "request_timeout"):
+        for name in (
+            "max_prefill_tokens",
+            "max_model_len",
+            "kv_cache_bytes",
+            "kv_disk",
+            "request_timeout",
+            "max_loaded_models",
+            "memory_budget",
+        ):
             value = getattr(self, name)
             _require(value is None or value > 0, f"{name} must be positive, not {value}")
         _require(self.kv_bits in (None, 8, 4), f"kv_bits must be 8 or 4, or be left out, not {self.kv_bits}")
@@ -301,34 +357,6 @@ def parse_size(text: str) -> int:
     if number != int(number):
         raise ValueError("a whole number is needed")
     return int(number)
-
-
-_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)"
-_DURATION = re.compile(rf"([+-]?)((?:{_DURATION_PART})+)")
-
-
-def parse_duration(text: str | float) -> float:
-    """Seconds: a number of them (300, "300"), or as Go writes durations: "5m", "1h30m", "1.5s", "500ms"; also "d" for
-    days. What is negative means for ever, wherever a duration may be that.
-
-    Raises:
-        ValueError: not such a duration.
-    """
-    if isinstance(text, str):
-        text = text.strip().lower()
-        if (match := _DURATION.fullmatch(text)) is not None:
-            parts = re.findall(_DURATION_PART, match[2])
-            seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
-            return -seconds if match[1] == "-" else seconds
-    try:
-        # A boolean is an int to Python, and none to who writes `keep_alive: true`.
-        seconds = math.nan if isinstance(text, bool) else float(text)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
-    return seconds
 
 
 def _require(condition: bool, message: str) -> None:

@@ -49,6 +49,12 @@ class Turn:
     def inter_token_latency(self, model: str, seconds: float) -> None:
         self.intervals.append(seconds)
 
+    def step_finished(self, model: str, step: object) -> None: ...
+
+    def model_loaded(self, model: str, outcome: str, seconds: float) -> None: ...
+
+    def model_unloaded(self, model: str, reason: str) -> None: ...
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -111,7 +117,7 @@ async def one_turn(model: str, config: EngineConfig, prompt: list[int]) -> Turn:
     host = ModelHost(config, Registry(), observer=turn, allow_paths=True)
     await host.start()
     try:
-        served = await host.get(model)
+        served = (await host.acquire(model)).model
         sampling = SamplingParams(temperature=0.0, max_tokens=NUM_ANSWER_TOKENS, ignore_eos=True)
         # Without drafts: several tokens of a step have no time between them.
         request = GenerationRequest("turn", TokenPrompt(tuple(prompt)), sampling, speculation=Speculation.OFF)

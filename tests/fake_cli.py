@@ -94,7 +94,7 @@ class FakeHost:
 
     async def start(self) -> None: ...
 
-    async def get(self, name: str, **options: Any) -> None:
+    async def preload(self, name: str, **options: Any) -> None:
         if name == "broken":
             raise ModelLoadError("broken.gguf ends in the middle of a tensor; download it again", model=name)
         if name == "slow":

@@ -31,6 +31,8 @@ from mlxserve.core.generation import (
 from mlxserve.core.request import FinishReason
 from mlxserve.core.stats import EngineStats
 from mlxserve.core.step import SampledToken, TokenLogprobs
+from mlxserve.engine.journal import Journal
+from mlxserve.engine.model_host import LoadedInfo
 from mlxserve.errors import ContextLengthExceeded, ModelNotFound
 
 CONTEXT_LENGTH = 4096
@@ -139,8 +141,9 @@ class FakeHost:
     engine_stats: dict[str, EngineStats] = field(default_factory=dict)
     leases: "list[FakeLease]" = field(default_factory=list)
     """Those that are not released."""
+    journal: Journal = field(default_factory=Journal)
 
-    async def get(self, name: str) -> "FakeModel":
+    async def _get(self, name: str) -> "FakeModel":
         if name not in self.names:
             raise ModelNotFound(f"there is no model {name!r}", model=name)
         if self.script.load_error is not None:
@@ -150,7 +153,7 @@ class FakeHost:
 
     async def acquire(self, name: str, *, keep_alive: float | None = None) -> "FakeLease":
         self.keep_alives.append(keep_alive)
-        lease = FakeLease(await self.get(name), self)
+        lease = FakeLease(await self._get(name), self)
         self.leases.append(lease)
         return lease
 
@@ -162,6 +165,9 @@ class FakeHost:
 
     def stats(self) -> dict[str, EngineStats]:
         return self.engine_stats
+
+    def loaded(self) -> list[LoadedInfo]:
+        return []
 
     def reset(self) -> None:
         self.script = Script()

@@ -20,16 +20,18 @@ from helpers_scheduler import BLOCK_SIZE, next_state
 from mlxserve.config import EngineConfig
 from mlxserve.core.constraint import Grammar, MaskSource
 from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TextPrompt
+from mlxserve.core.pieces import Pieces
 from mlxserve.core.request import FinishReason, Pooling
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.stats import RequestRecord, StepRecord
 from mlxserve.core.step import BlockTable, SampledToken, ScheduledStep, StepResult
-from mlxserve.engine import model_host
+from mlxserve.engine import loading
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine import Engine
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation
 from mlxserve.engine.kv_disk import KVDisk
+from mlxserve.engine.model_host import ModelHost
 from mlxserve.engine.served_model import ModelDescription, ServedModel
 from mlxserve.errors import MlxserveError
 from mlxserve.kv.block_pool import BlockPool
@@ -38,12 +40,15 @@ from mlxserve.kv.manager import KVManager
 from mlxserve.runner.device import Device
 from mlxserve.scheduler.budget import PrefillBudget
 from mlxserve.scheduler.scheduler import Scheduler
+from mlxserve.store.estimate import MemoryEstimate
 from mlxserve.store.loader import LoadedModel
 from mlxserve.text.tokenizer import Tokenizer
 
 TIMEOUT = 20.0
 """Seconds any one wait may take before it counts as a hang."""
 CONTEXT_LENGTH = 200
+BUDGET = 10**9
+"""Bytes of memory of the device that FakeBuild has."""
 LETTERS = "abcdefghijklmnop"
 
 
@@ -245,6 +250,7 @@ class Recorder:
     intervals: list[float] = field(default_factory=list)
     steps: list[StepRecord] = field(default_factory=list)
     loads: list[tuple[str, str]] = field(default_factory=list)
+    unloads: list[tuple[str, str]] = field(default_factory=list)
 
     def request_finished(self, record: RequestRecord) -> None:
         self.records.append(record)
@@ -257,6 +263,9 @@ class Recorder:
 
     def model_loaded(self, model: str, outcome: str, seconds: float) -> None:
         self.loads.append((model, outcome))
+
+    def model_unloaded(self, model: str, reason: str) -> None:
+        self.unloads.append((model, reason))
 
     def outcomes(self) -> dict[str, str]:
         outcomes = {record.request_id: record.outcome for record in self.records}
@@ -401,20 +410,24 @@ class FakeBuild:
         self.can_embed = True
         self.before_load: Callable[[], None] = passes
         self.before_build: Callable[[], None] = passes
-        monkeypatch.setattr(model_host.loader, "load", self._load)
-        monkeypatch.setattr(model_host.build, "build_engine", self._build_engine)
-        monkeypatch.setattr(model_host.build, "configure_device", self._configure_device)
-        monkeypatch.setattr(model_host.device, "release", passes)
+        self.sizes: dict[str, int] = {}
+        """Bytes of weights by name, for those that have any."""
+        monkeypatch.setattr(loading.loader, "open_files", self._open_files)
+        monkeypatch.setattr(loading.loader, "load_pieces", self._load_pieces)
+        monkeypatch.setattr(loading.build, "build_pieces", self._build_pieces)
+        monkeypatch.setattr(loading.build, "configure_device", self._configure_device)
+        monkeypatch.setattr(loading, "estimate", self._estimate)
+        monkeypatch.setattr(loading, "_exempt_from_collection", passes)
+        monkeypatch.setattr(loading.device, "give_back", passes)
+        monkeypatch.setattr(loading.device, "release", passes)
 
     def _configure_device(self) -> Device:
-        return Device("cpu", "fake", 10**12, "float32", max_pass_tokens=64, max_prefill_tokens=64)
+        return Device("cpu", "fake", BUDGET, "float32", max_pass_tokens=64, max_prefill_tokens=64)
 
-    def _load(self, path: Path, *, name: str, dtype_policy: str) -> LoadedModel:
-        self.loads.append(name)
-        self.before_load()
-        if self.load_error is not None:
-            self.num_failed += 1
-            raise self.load_error
+    def _estimate(self, path: Path, **_: object) -> MemoryEstimate:
+        return MemoryEstimate(self.sizes.get(path.stem, 0), kv_bytes_per_token=1, context_length=CONTEXT_LENGTH)
+
+    def _open_files(self, path: Path, *, name: str) -> LoadedModel:
         return LoadedModel(
             name=name,
             model=nn.Module(),
@@ -423,13 +436,22 @@ class FakeBuild:
             eos_token_ids=tokenizer().eos_token_ids,
             context_length=CONTEXT_LENGTH,
             num_parameters=0,
-            weight_bytes=0,
+            weight_bytes=self.sizes.get(path.stem, 0),
             quantization="none",
             architecture="fake",
             pooling=self.pooling,
         )
 
-    def _build_engine(
+    def _load_pieces(self, files: LoadedModel, dtype_policy: str) -> Pieces[LoadedModel]:
+        self.loads.append(files.name)
+        yield
+        self.before_load()
+        if self.load_error is not None:
+            self.num_failed += 1
+            raise self.load_error
+        return files
+
+    def _build_pieces(
         self,
         loaded: LoadedModel,
         config: EngineConfig,
@@ -438,7 +460,9 @@ class FakeBuild:
         *,
         draft: LoadedModel | None,
         kv_disk: KVDisk | None,
-    ) -> BuiltEngine:
+        kv_bytes: int,
+    ) -> Pieces[BuiltEngine]:
+        yield
         self.before_build()
         self.runners.append(FakeRunner())
         return BuiltEngine(
@@ -487,6 +511,11 @@ async def read(generation: Generation) -> Answer:
     async with asyncio.timeout(TIMEOUT):
         assert [event async for event in generation] == []
     return answer
+
+
+async def get(host: ModelHost, name: str) -> ServedModel:
+    """A model that stays."""
+    return (await host.acquire(name)).model
 
 
 @contextlib.contextmanager

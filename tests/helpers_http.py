@@ -120,7 +120,7 @@ def serving(
         try:
             await host.start()
             if preload:
-                await host.get("one")
+                await host.preload("one", keep_alive=-1.0)
             app = create_app(host, server_config, metrics)
             server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=5))
             started.set_result(server)

@@ -123,6 +123,7 @@ def test_loads_responses_and_memory() -> None:
     host, metrics = FakeHost(), Metrics()
     metrics.model_loaded("fake", "ok", 3.0)
     metrics.model_loaded("fake", "ModelLoadError", 0.5)
+    metrics.model_unloaded("fake", "expired")
     assert get(host, metrics, "/nowhere").status_code == 404
     found = samples(get(host, metrics, "/metrics").text)
     assert found["mlxserve_model_loads_total", "fake", "ok"] == 1

@@ -83,8 +83,8 @@ def served(monkeypatch: pytest.MonkeyPatch) -> _Served:
         def __init__(self, config: EngineConfig, registry: object, **options: Any) -> None: ...
         async def start(self) -> None: ...
         async def close(self, timeout: float) -> None: ...
-        async def get(self, name: str) -> _Served:
-            return model
+        async def acquire(self, name: str) -> types.SimpleNamespace:
+            return types.SimpleNamespace(model=model, release=lambda: None)
 
     monkeypatch.setitem(sys.modules, "mlxserve.engine.model_host", types.SimpleNamespace(ModelHost=Host))
     monkeypatch.setattr(chat_backend.blas, "preload", lambda threads: None)

@@ -171,3 +171,20 @@ def test_durations(text: str | float, seconds: float) -> None:
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ValueError, match="a duration is needed"):
         parse_duration(text)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("5m", 300.0), ("-1", -1.0), ("0", 0.0)])
+def test_keep_alive_is_a_duration(file: Path, text: str, seconds: float) -> None:
+    settings = config.resolve({}, environ={"MLXSERVE_KEEP_ALIVE": text}, file=file)
+    assert settings["keep_alive"].value == seconds
+    file.write_text(f'keep_alive = "{text}"\n')
+    assert config.build(config.resolve({}, environ={}, file=file))[0].keep_alive == seconds
+    file.write_text('keep_alive = "soon"\n')
+    with pytest.raises(ConfigError, match=r"keep_alive in .*'soon' is not valid: a duration is needed"):
+        config.resolve({}, environ={}, file=file)
+
+
+@pytest.mark.parametrize("name", ["max_loaded_models", "memory_budget"])
+def test_room_for_models_must_be_positive(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be positive, not 0"):
+        EngineConfig(**{name: 0})

@@ -132,7 +132,7 @@ async def test_engines_take_turns() -> None:
         for client in clients:
             assert await client.end() is FinishReason.LENGTH
             assert client.token_ids == expected_ids(prompt(5), 4)
-    assert turns[:8] == ["a", "b"] * 4
+    assert turns[:2] == ["a", "b"]
 
 
 @on_loop

@@ -114,7 +114,7 @@ def reference_engine(name: str, kv_bits: int | None) -> Engine:
     loaded = tiny_models.loaded(tiny_models.build(name))
     config = tiny_models.engine_config(block_size=64, enable_prefix_caching=False, max_num_seqs=1, kv_bits=kv_bits)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: False)
+        patched.setattr(warm_up, "gains_by_running_ahead", tiny_models.decided(False))
         return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH).engine
 
 
@@ -262,7 +262,7 @@ def build(
     )
     loaded = tiny_models.loaded(tiny_models.build(combination.model))
     with monkeypatch.context() as patched:
-        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: combination.runs_ahead)
+        patched.setattr(warm_up, "gains_by_running_ahead", tiny_models.decided(combination.runs_ahead))
         patched.setattr(paths, "choose", lambda ways, *_: lambda *_: ways[combination.attention_path])
         patched.setattr(warm_up, "DRAFTS", (3,))
         draft = None

@@ -260,7 +260,7 @@ def test_salted_requests_leave_nothing(tmp_path: Path, expected: list[int]) -> N
 def test_streams_go_on_while_the_disk_reads(
     tmp_path: Path, expected: list[int], monkeypatch: pytest.MonkeyPatch, runs_ahead: bool
 ) -> None:
-    monkeypatch.setattr(warm_up, "gains_by_running_ahead", lambda *_: runs_ahead)
+    monkeypatch.setattr(warm_up, "gains_by_running_ahead", tiny_models.decided(runs_ahead))
     fill(tmp_path)
     gate = Gate()
     stock_read = BlockFolder.read

@@ -12,7 +12,7 @@ import pytest
 import tiny_models
 import tiny_tokenizers
 from helpers_disk import block_files
-from helpers_engine import TIMEOUT, Answer, on_loop, read
+from helpers_engine import TIMEOUT, Answer, get, on_loop, read
 
 from mlxserve.config import EngineConfig, kv_disk_dir
 from mlxserve.core.generation import ChatPrompt, GenerationRequest
@@ -55,7 +55,7 @@ async def chat(host: ModelHost, checkpoint: Path, *contents: str, request_id: st
     """Contents of the user's and the assistant's messages in turn."""
     roles = ("user", "assistant")
     messages = tuple({"role": roles[index % 2], "content": content} for index, content in enumerate(contents))
-    model = await host.get(str(checkpoint))
+    model = await get(host, str(checkpoint))
     sampling = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     return await read(await model.generate(GenerationRequest(request_id, ChatPrompt(messages), sampling)))
 
@@ -91,7 +91,7 @@ async def test_blocks_are_written_while_nobody_asks(checkpoint: Path, tmp_path: 
     """A server that is killed has saved what it computed, if it had a moment without requests."""
     async with hosting(tmp_path) as host:
         await chat(host, checkpoint, QUESTION)
-        model = await host.get(str(checkpoint))
+        model = await get(host, str(checkpoint))
         end = time.monotonic() + TIMEOUT
         while model.num_unsaved_blocks:
             assert time.monotonic() < end

@@ -12,6 +12,7 @@ import tiny_models
 from tiny_models import CONTEXT_LENGTH, CPU_KERNELS, STOCK_KERNELS, quantised_kernels
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.pieces import Pieces
 from mlxserve.engine.build import build_engine
 from mlxserve.errors import ModelLoadError
 from mlxserve.runner import device, probe
@@ -196,8 +197,12 @@ def test_models_on_other_caches_are_refused(name: str) -> None:
 
 
 def test_heads_that_fill_no_whole_bytes_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(*_: Any) -> Pieces[probe.Findings]:
+        yield
+        return probe.Findings(4, True)
+
     monkeypatch.setattr(probe, "layer_shapes", lambda _: [LayerShape(2, 8, 7, mx.float32)])
-    monkeypatch.setattr(probe, "check_equivalence", lambda *_: probe.Findings(4, True))
+    monkeypatch.setattr(probe, "check_equivalence", found)
     loaded = tiny_models.loaded(test_probe.Quirky())
     with pytest.raises(ModelLoadError, match=r"kv_bits=4 does not suit tiny: its heads of dimension 7.*8 bits"):
         build_engine(loaded, tiny_models.engine_config(kv_bits=4), device.detect(), CONTEXT_LENGTH)

@@ -15,6 +15,7 @@ from helpers_engine import (
     Gate,
     Recorder,
     expected_text,
+    get,
     held,
     make_generation_request,
     on_loop,
@@ -65,7 +66,7 @@ async def kill(host: ModelHost, runner: FakeRunner, name: str = "one") -> None:
         raise RuntimeError("out of memory")
 
     runner.before_step = fail
-    model = await host.get(name)
+    model = await get(host, name)
     for i in range(MAX_FAILURES_IN_A_ROW):
         assert isinstance((await read(await model.generate(make_generation_request(f"kill-{i}")))).error, EngineError)
 
@@ -76,7 +77,7 @@ async def kill(host: ModelHost, runner: FakeRunner, name: str = "one") -> None:
 @on_loop
 async def test_a_model_is_loaded_and_answers(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
+        model = await get(host, "one")
         assert (model.name, model.context_length, model.death) == ("one", CONTEXT_LENGTH, None)
         answer = await read(await model.generate(make_generation_request()))
         assert answer.text == expected_text("the cat", 8)
@@ -90,18 +91,18 @@ async def test_whoever_asks_meanwhile_waits_for_the_same_load(build: FakeBuild, 
     async with hosting(registry) as host:
         with held(Gate()) as gate:
             build.before_load = gate
-            gets = [asyncio.create_task(host.get(name)) for name in ("one", "ONE", "one:latest")]
+            gets = [asyncio.create_task(get(host, name)) for name in ("one", "ONE", "one:latest")]
             await gate.arrival()
             assert host.stats() == {}
         models = await asyncio.gather(*gets)
-        assert models[0] is models[1] is models[2] is await host.get("one")
+        assert models[0] is models[1] is models[2] is await get(host, "one")
     assert build.loads == ["one"]
 
 
 @on_loop
 async def test_models_of_one_host_answer_side_by_side(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        models = await asyncio.gather(host.get("one"), host.get("two"))
+        models = await asyncio.gather(get(host, "one"), get(host, "two"))
         assert [model.name for model in models] == ["one", "two"]
         assert (models[1].context_length, models[1].default_sampling) == (99, {"temperature": 0.5})
         requests = [model.generate(make_generation_request("r")) for model in models]
@@ -114,7 +115,7 @@ async def test_a_client_that_goes_away_does_not_stop_the_load(build: FakeBuild, 
     async with hosting(registry) as host:
         with held(Gate()) as gate:
             build.before_load = gate
-            first, second = asyncio.create_task(host.get("one")), asyncio.create_task(host.get("one"))
+            first, second = asyncio.create_task(get(host, "one")), asyncio.create_task(get(host, "one"))
             await gate.arrival()
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -128,11 +129,11 @@ async def test_a_load_goes_on_when_everybody_has_gone(build: FakeBuild, registry
     async with hosting(registry) as host:
         with held(Gate()) as gate:
             build.before_load = gate
-            only = asyncio.create_task(host.get("one"))
+            only = asyncio.create_task(get(host, "one"))
             await gate.arrival()
             only.cancel()
             await asyncio.wait([only])
-        await host.get("one")
+        await get(host, "one")
     assert build.loads == ["one"]
 
 
@@ -142,13 +143,13 @@ async def test_a_failed_load_is_told_to_all_who_wait_and_tried_again(build: Fake
         with held(Gate()) as gate:
             build.before_load = gate
             build.load_error = ModelLoadError("the file is damaged", model="one")
-            gets = [asyncio.create_task(host.get("one")) for _ in range(3)]
+            gets = [asyncio.create_task(get(host, "one")) for _ in range(3)]
             await gate.arrival()
         for result in await asyncio.gather(*gets, return_exceptions=True):
             assert isinstance(result, ModelLoadError)
         assert host.health().ok
         build.load_error = None
-        assert (await host.get("one")).name == "one"
+        assert (await get(host, "one")).name == "one"
     assert build.loads == ["one", "one"]
 
 
@@ -158,14 +159,14 @@ async def test_a_load_that_fails_after_everybody_has_gone_is_tried_again(build: 
         with held(Gate()) as gate:
             build.before_load = gate
             build.load_error = ModelLoadError("the file is damaged", model="one")
-            only = asyncio.create_task(host.get("one"))
+            only = asyncio.create_task(get(host, "one"))
             await gate.arrival()
             only.cancel()
             await asyncio.wait([only])
         while build.num_failed == 0:  # noqa: ASYNC110 -- another thread counts
             await asyncio.sleep(0.001)
         build.load_error = None
-        assert (await host.get("one")).name == "one"
+        assert (await get(host, "one")).name == "one"
 
 
 @on_loop
@@ -173,7 +174,7 @@ async def test_names_that_stand_for_nothing(build: FakeBuild, registry: Registry
     async with hosting(registry) as host:
         for name in ("nothing", "gone", "some-org/not-downloaded", "/etc", "./one.gguf"):
             with pytest.raises(ModelNotFound):
-                await host.get(name)
+                await get(host, name)
         assert host.health().ok
     assert build.loads == []
 
@@ -185,7 +186,7 @@ async def test_the_list_of_models(build: FakeBuild, registry: Registry) -> None:
             "one": False,
             "two": False,
         }
-        await host.get("one")
+        await get(host, "one")
         info = host.models()[0]
         assert (info.name, info.loaded, info.context_length, info.description) == ("one", True, 50, "The first")
         assert [info.name for info in host.models()].count("one") == 1
@@ -194,7 +195,7 @@ async def test_the_list_of_models(build: FakeBuild, registry: Registry) -> None:
 @on_loop
 async def test_tokens_are_counted_as_generating_counts_them(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
+        model = await get(host, "one")
         request = make_generation_request("r", "the cat sat")
         assert await model.count_tokens(request.prompt) == (await model.generate(request)).num_prompt_tokens
         too_long = TextPrompt("cat " * CONTEXT_LENGTH)
@@ -209,8 +210,8 @@ async def test_tokens_are_counted_as_generating_counts_them(build: FakeBuild, re
 @on_loop
 async def test_a_dead_model_turns_health_red_until_it_is_loaded_again(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
-        await host.get("two")
+        model = await get(host, "one")
+        await get(host, "two")
         await kill(host, build.runners[0])
         assert not host.health().ok
         assert "failed 3 times in a row; last: RuntimeError: out of memory" in host.health().detail
@@ -218,7 +219,7 @@ async def test_a_dead_model_turns_health_red_until_it_is_loaded_again(build: Fak
             await model.generate(make_generation_request())
         with held(Gate()) as gate:
             build.before_load = gate
-            again = asyncio.create_task(host.get("one"))
+            again = asyncio.create_task(get(host, "one"))
             await gate.arrival()
             assert not host.health().ok
         assert await again is not model
@@ -231,22 +232,22 @@ async def test_a_dead_model_turns_health_red_until_it_is_loaded_again(build: Fak
 @on_loop
 async def test_health_stays_red_while_a_dead_model_cannot_be_loaded_again(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        await host.get("one")
+        await get(host, "one")
         await kill(host, build.runners[0])
         build.load_error = ModelLoadError("the file is damaged", model="one")
         for _ in range(2):
             with pytest.raises(ModelLoadError):
-                await host.get("one")
+                await get(host, "one")
             assert not host.health().ok
         build.load_error = None
-        await host.get("one")
+        await get(host, "one")
         assert host.health().ok
 
 
 @on_loop
 async def test_a_dead_thread_is_the_end_of_the_host(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
+        model = await get(host, "one")
 
         def die(*_: object) -> None:
             raise SystemExit("killed")
@@ -258,7 +259,7 @@ async def test_a_dead_thread_is_the_end_of_the_host(build: FakeBuild, registry: 
         assert "killed" in host.health().detail
         for name in ("one", "two"):
             with pytest.raises(EngineDead, match="killed"):
-                await host.get(name)
+                await get(host, name)
 
 
 # --- start and close ---
@@ -269,7 +270,7 @@ async def test_a_host_that_was_not_started(build: FakeBuild, registry: Registry)
     host = ModelHost(EngineConfig(), registry)
     assert (host.health().ok, host.health().detail) == (False, "not started")
     with pytest.raises(EngineDead, match="not started"):
-        await host.get("one")
+        await get(host, "one")
     await host.close(timeout=0.0)
 
 
@@ -290,7 +291,7 @@ async def test_a_device_that_cannot_be_configured(
 @on_loop
 async def test_close_lets_requests_end_in_time(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
+        model = await get(host, "one")
         with held(Gate()) as gate:
             build.runners[0].before_step = gate
             reading = asyncio.create_task(read(await model.generate(make_generation_request())))
@@ -299,7 +300,7 @@ async def test_close_lets_requests_end_in_time(build: FakeBuild, registry: Regis
             await asyncio.sleep(0)
             for name in ("one", "two"):
                 with pytest.raises(EngineDead, match="stopping"):
-                    await host.get(name)
+                    await get(host, name)
             assert host.num_in_flight == 1
         await closing
         assert (await reading).text == expected_text("the cat", 8)
@@ -310,7 +311,7 @@ async def test_close_lets_requests_end_in_time(build: FakeBuild, registry: Regis
 @on_loop
 async def test_close_without_time_cancels_requests(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
+        model = await get(host, "one")
         with held(Gate()) as gate:
             build.runners[0].before_step = gate
             reading = asyncio.create_task(read(await model.generate(make_generation_request())))
@@ -328,10 +329,10 @@ async def test_close_answers_who_waits_for_a_load(stage: str, build: FakeBuild, 
     async with hosting(registry) as host:
         with held(Gate()) as gate:
             setattr(build, f"before_{stage}", gate)
-            gets = [asyncio.create_task(host.get("one")) for _ in range(2)]
+            gets = [asyncio.create_task(get(host, "one")) for _ in range(2)]
             await gate.arrival()
             # In the inbox behind it.
-            gets.append(asyncio.create_task(host.get("two")))
+            gets.append(asyncio.create_task(get(host, "two")))
             await asyncio.sleep(0)
             closing = asyncio.create_task(host.close(TIMEOUT))
             results = await asyncio.gather(*gets, return_exceptions=True)
@@ -342,7 +343,7 @@ async def test_close_answers_who_waits_for_a_load(stage: str, build: FakeBuild, 
 @on_loop
 async def test_close_before_a_load_has_begun(build: FakeBuild, registry: Registry) -> None:
     async with hosting(registry) as host:
-        getting = asyncio.create_task(host.get("one"))
+        getting = asyncio.create_task(get(host, "one"))
         closing = asyncio.create_task(host.close(0.0))
         with pytest.raises(EngineDead, match="stopping"):
             await getting
@@ -355,7 +356,7 @@ async def test_prompts_in_the_tokeniser_are_answered_after_close(
     build: FakeBuild, registry: Registry, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with hosting(registry) as host:
-        model = await host.get("one")
+        model = await get(host, "one")
         with held(Gate()) as gate:
             monkeypatch.setattr("mlxserve.engine.served_model.encode_prompt", lambda *_: gate() or [1])
             # More than there are threads.

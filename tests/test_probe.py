@@ -10,6 +10,7 @@ from mlx_lm.models.base import create_attention_mask, create_causal_mask, scaled
 from mlx_lm.models.cache import KVCache, RotatingKVCache
 from tiny_models import CPU_KERNELS
 
+from mlxserve.core.pieces import finish
 from mlxserve.engine import build
 from mlxserve.runner import cpu_ops, probe
 from mlxserve.runner.attention.prefill import fused_attention
@@ -106,7 +107,7 @@ class OwnCache(KVCache):
 
 
 def check(model: Any, kernels: Kernels = CPU_KERNELS, context_length: int = 32_768) -> None:
-    probe.check_equivalence(model, probe.layer_shapes(model), kernels, context_length)
+    finish(probe.check_equivalence(model, probe.layer_shapes(model), kernels, context_length))
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ from tiny_models import CPU_KERNELS
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.constraint import MaskSource
+from mlxserve.core.pieces import finish
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import DecodeRow, SampledToken, ScheduledStep, StepResult
@@ -375,7 +376,7 @@ def num_starts_ahead(monkeypatch: pytest.MonkeyPatch) -> Counter[int]:
 def build(monkeypatch: pytest.MonkeyPatch, name: str, *, runs_ahead: bool, **settings: Any) -> BuiltEngine:
     """An engine on a tiny checkpoint, with the outcome of what it measures given."""
     monkeypatch.setattr(paths, "choose", lambda ways, *_: lambda *_: ways[0])
-    monkeypatch.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: runs_ahead)
+    monkeypatch.setattr(warm_up, "gains_by_running_ahead", tiny_models.decided(runs_ahead))
     config = tiny_models.engine_config(**settings)
     return build_engine(tiny_models.loaded(tiny_models.build(name)), config, device.detect(), 4096)
 
@@ -477,7 +478,7 @@ def test_running_ahead_is_chosen_by_measurement(
         def finish(self, started: ScheduledStep) -> None:
             clock.now += pair_ahead / 2
 
-    assert warm_up.gains_by_running_ahead(TimedRunner(), EngineConfig(), (16,)) is gains  # type: ignore[arg-type]
+    assert finish(warm_up.gains_by_running_ahead(TimedRunner(), EngineConfig(), (16,))) is gains  # type: ignore[arg-type]
 
 
 # --- memory and time of steps run ahead ---

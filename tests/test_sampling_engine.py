@@ -52,7 +52,7 @@ def build(
 ) -> Engine:
     config = tiny_models.engine_config(block_size=BLOCK_SIZE, kv_cache_bytes=num_blocks * BYTES_PER_BLOCK, **settings)
     with monkeypatch.context() as patched:
-        patched.setattr(warm_up, "gains_by_running_ahead", lambda runner, config, num_blocks: runs_ahead)
+        patched.setattr(warm_up, "gains_by_running_ahead", tiny_models.decided(runs_ahead))
         loaded = tiny_models.loaded(model(name))
         return build_engine(loaded, config, device.detect(), tiny_models.CONTEXT_LENGTH).engine
 

@@ -11,6 +11,7 @@ import tiny_tokenizers
 from helpers_engine import (
     FakeBuild,
     Recorder,
+    get,
     letter_ids,
     make_generation_request,
     on_loop,
@@ -197,7 +198,7 @@ async def test_a_host_loads_the_draft_model_with_the_model(monkeypatch: pytest.M
     host = ModelHost(EngineConfig(block_size=8, draft_model="small"), registry)
     await host.start()
     try:
-        model = await host.get("one")
+        model = await get(host, "one")
         assert build.loads == ["one", "small"]
         assert model.description.speculation == frozenset(Speculation)
     finally:
@@ -209,20 +210,20 @@ async def test_a_draft_model_of_another_vocabulary_is_refused(
     monkeypatch: pytest.MonkeyPatch, registry: Registry
 ) -> None:
     build = FakeBuild(monkeypatch)
-    stock = build._load
+    stock = build._open_files
 
-    def load(path: Path, *, name: str, dtype_policy: str) -> Any:
-        loaded = stock(path, name=name, dtype_policy=dtype_policy)
+    def open_files(path: Path, *, name: str) -> Any:
+        loaded = stock(path, name=name)
         return dataclasses.replace(loaded, tokenizer=tiny_tokenizers.sentencepiece()) if name == "small" else loaded
 
-    monkeypatch.setattr("mlxserve.engine.model_host.loader.load", load)
+    monkeypatch.setattr("mlxserve.engine.loading.loader.open_files", open_files)
     host = ModelHost(EngineConfig(block_size=8, draft_model="small"), registry)
     await host.start()
     try:
         with pytest.raises(
             ModelLoadError, match="small cannot be the draft model of one: its vocabulary has"
         ) as refused:
-            await host.get("one")
+            await get(host, "one")
         assert refused.value.model == "one"
         assert build.runners == []
     finally:

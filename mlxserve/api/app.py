@@ -33,7 +33,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
 
     `metrics` should be the host's observer; it belongs to one app.
     """
-    metrics.watch(host.stats)
+    metrics.watch(host.stats, host.loaded)
 
     async def health(request: Request) -> Response:
         status = host.health()

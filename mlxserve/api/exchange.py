@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 
 from mlxserve.api.connection import until_disconnect
 from mlxserve.core.generation import Arrival, Embedding, Finished, GenerationRequest, Usage
+from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import EngineError, MlxserveError
 
 if TYPE_CHECKING:
@@ -131,9 +132,7 @@ class Exchange:
             raise
 
     async def _embed(self, model: str, requests: Sequence[GenerationRequest], keep_alive: float | None) -> "Embedded":
-        self._lease = await self._host.acquire(model, keep_alive=keep_alive)
-        served = self._lease.model
-        self._arrival.loaded = time.monotonic()
+        served = await self._acquire(model, keep_alive)
         turns = asyncio.Semaphore(max(1, min(MAX_EMBEDDINGS, served.capacity // 2)))
 
         async def embed(request: GenerationRequest) -> tuple[Embedding, Usage]:
@@ -194,9 +193,7 @@ class Exchange:
             yield piece
 
     async def _admit(self, model: str, place: "Callable[[ServedModel], Order]", keep_alive: float | None) -> Answer:
-        self._lease = await self._host.acquire(model, keep_alive=keep_alive)
-        served = self._lease.model
-        self._arrival.loaded = time.monotonic()
+        served = await self._acquire(model, keep_alive)
         order = place(served)
 
         async def start(request: GenerationRequest) -> "list[Generation]":
@@ -211,6 +208,12 @@ class Exchange:
         except ExceptionGroup as failures:
             raise failures.exceptions[0] from None
         return order.answer([generation for task in tasks for generation in task.result()])
+
+    async def _acquire(self, model: str, keep_alive: float | None) -> "ServedModel":
+        with self._host.journal.loading(self._request.state.request_id, model, Timeline.waiting(self._arrival)):
+            self._lease = await self._host.acquire(model, keep_alive=keep_alive)
+        self._arrival.loaded = time.monotonic()
+        return self._lease.model
 
     def _cancel(self) -> None:
         for generation in self._generations:

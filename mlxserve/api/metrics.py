@@ -3,7 +3,8 @@
 Names and buckets are those of vLLM's metrics where it has them, so that dashboards made for it fit.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -13,6 +14,9 @@ from mlxserve.api.interval_histogram import IntervalHistogram, Intervals
 from mlxserve.api.memory import MemoryCollector
 from mlxserve.core.request import FinishReason
 from mlxserve.core.stats import EngineStats, RequestRecord, StepRecord
+
+if TYPE_CHECKING:
+    from mlxserve.engine.model_host import LoadedInfo
 
 Buckets = tuple[float, ...]
 
@@ -77,15 +81,19 @@ class Metrics:
             "iteration_tokens_total", "Tokens of a step, prefilled and decoded", _TOKEN_BUCKETS
         )
         self._loads = self._counter("model_loads", "Models loaded, or not, by outcome", "outcome")
+        self._unloads = self._counter("model_unloads", "Models unloaded, by reason", "reason")
         self._load_time = self._histogram("model_load_time_seconds", "Time to load a model", _LOAD_BUCKETS)
         self._responses = Counter(
             "mlxserve_http_responses", "HTTP responses, by status", ("status",), registry=self.registry
         )
         self.registry.register(MemoryCollector())
 
-    def watch(self, stats: Callable[[], Mapping[str, EngineStats]]) -> None:
-        """Ask `stats` for the engines' numbers, by model name, at every scrape from now on."""
+    def watch(
+        self, stats: Callable[[], Mapping[str, EngineStats]], loaded: "Callable[[], Sequence[LoadedInfo]]" = tuple
+    ) -> None:
+        """Ask `stats` for the engines' numbers, by model name, and `loaded` for the models, at every scrape."""
         self.registry.register(EngineCollector(stats))
+        self.registry.register(ModelCollector(loaded))
 
     def request_finished(self, record: RequestRecord) -> None:
         model, usage, timings = record.model, record.usage, record.timings
@@ -122,6 +130,9 @@ class Metrics:
         self._loads.labels(model, outcome).inc()
         if outcome == "ok":
             self._load_time.labels(model).observe(seconds)
+
+    def model_unloaded(self, model: str, reason: str) -> None:
+        self._unloads.labels(model, reason).inc()
 
     def http_response(self, status: int) -> None:
         self._responses.labels(str(status)).inc()
@@ -230,4 +241,25 @@ class EngineCollector(Collector):
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: registering must not ask engines that may not have started."""
+        return ()
+
+
+class ModelCollector(Collector):
+    """The models in memory, when somebody scrapes."""
+
+    def __init__(self, loaded: "Callable[[], Sequence[LoadedInfo]]") -> None:
+        self._loaded = loaded
+
+    def collect(self) -> Iterable[Metric]:
+        models = self._loaded()
+        yield GaugeMetricFamily("mlxserve_models_loaded", "Models in memory", value=len(models))
+        memory = GaugeMetricFamily(
+            "mlxserve_model_memory_bytes", "What a model takes, by kind: weights, kv_cache", labels=("model", "kind")
+        )
+        for model in models:
+            memory.add_metric((model.name, "weights"), model.weight_bytes)
+            memory.add_metric((model.name, "kv_cache"), model.size - model.weight_bytes)
+        yield memory
+
+    def describe(self) -> Iterable[Metric]:
         return ()

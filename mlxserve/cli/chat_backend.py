@@ -15,7 +15,7 @@ from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, Re
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from mlxserve.engine.model_host import ModelHost
+    from mlxserve.engine.model_host import Lease, ModelHost
     from mlxserve.engine.served_model import ServedModel
     from mlxserve.store.hub import ProgressCallback
 
@@ -80,11 +80,11 @@ class LocalBackend:
         self._threads = threads
         self._progress = progress
         self._host: ModelHost | None = None
-        self._served: ServedModel | None = None
+        self._lease: Lease | None = None
 
     async def load(self, keep_alive: float | None = None) -> float:
         # Nothing here outlives the command, so there is nothing to keep.
-        if self._served is not None:
+        if self._lease is not None:
             return 0.0
         start = time.monotonic()
         from mlxserve.store.registry import Registry
@@ -97,15 +97,15 @@ class LocalBackend:
         from mlxserve.engine.model_host import ModelHost
 
         self._host = ModelHost(
-            # One conversation: no batches to warm up for.
-            dataclasses.replace(self._engine_config, max_num_seqs=1),
+            # One conversation with one model: no batches to warm up for, and all memory is its own.
+            dataclasses.replace(self._engine_config, max_num_seqs=1, max_loaded_models=1, pin=()),
             registry,
             allow_paths=True,
             allow_downloads=True,
             progress=self._progress,
         )
         await self._host.start()
-        self._served = await self._host.get(self._model)
+        self._lease = await self._host.acquire(self._model)
         return time.monotonic() - start
 
     async def facts(self) -> ModelFacts:
@@ -147,14 +147,16 @@ class LocalBackend:
             generation.cancel()
 
     async def close(self) -> None:
+        if self._lease is not None:
+            self._lease.release()
         if self._host is not None:
             await self._host.close(timeout=0.0)
-            self._host = self._served = None
+        self._host = self._lease = None
 
     def _loaded(self) -> "ServedModel":
-        if self._served is None:
+        if self._lease is None:
             raise RuntimeError("load() must come first")
-        return self._served
+        return self._lease.model
 
 
 async def open_backend(

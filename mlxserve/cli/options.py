@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from mlxserve.config import parse_duration, parse_size
+from mlxserve.config import Duration, parse_size
 
 Host = Annotated[str | None, typer.Option(metavar="H", help="Address of the server.  [127.0.0.1]")]
 Port = Annotated[int | None, typer.Option(metavar="N", help="Port of the server.  [11711]")]
@@ -23,8 +23,8 @@ def parse_size_option(text: str) -> int:
         raise typer.BadParameter(f"{text!r} is no size; write for example 512, 1.5M or 20GB") from error
 
 
-def parse_duration_option(text: str) -> float:
+def parse_duration_option(text: str) -> Duration:
     try:
-        return parse_duration(text)
+        return Duration(text)
     except ValueError as error:
-        raise typer.BadParameter(f"{text!r}: {error}") from error
+        raise typer.BadParameter(f"{text!r} is no duration; write for example 300, 5m, 1h30m or -1") from error

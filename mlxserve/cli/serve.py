@@ -16,7 +16,7 @@ import typer
 from mlxserve import __version__, blas, config
 from mlxserve.cli import addresses, console, logs
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_size_option
+from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_duration_option, parse_size_option
 from mlxserve.config import EngineConfig, ServerConfig
 
 if TYPE_CHECKING:
@@ -61,6 +61,10 @@ def serve(
     ] = False,
     speculation: Speculation = None,
     draft_model: DraftModel = None,
+    keep_alive: Annotated[float | None, typer.Option(metavar="S", parser=parse_duration_option, hidden=True)] = None,
+    pin: Annotated[list[str] | None, typer.Option(metavar="M", hidden=True)] = None,
+    max_loaded_models: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
+    memory_budget: Annotated[int | None, typer.Option(metavar="SIZE", parser=parse_size_option, hidden=True)] = None,
     request_timeout: Annotated[float | None, typer.Option(metavar="S", help="Seconds a request may take.")] = None,
     shutdown_timeout: Annotated[float | None, typer.Option(metavar="S", hidden=True)] = None,
     debug_prompts: Annotated[bool, typer.Option("--debug-prompts", hidden=True)] = False,
@@ -93,6 +97,10 @@ def serve(
         enable_prefix_caching=False if no_prefix_caching else None,
         speculation=speculation,
         draft_model=draft_model,
+        keep_alive=keep_alive,
+        pin=tuple(pin) if pin else None,
+        max_loaded_models=max_loaded_models,
+        memory_budget=memory_budget,
         request_timeout=request_timeout,
         shutdown_timeout=shutdown_timeout,
         debug_prompts=debug_prompts or None,
@@ -171,6 +179,8 @@ async def _serve(
     if engine_config.draft_model is not None:
         draft_name = _served_name(registry, engine_config.draft_model)
         engine_config = dataclasses.replace(engine_config, draft_model=draft_name)
+    pinned = tuple(_served_name(registry, name) for name in engine_config.pin)
+    engine_config = dataclasses.replace(engine_config, pin=pinned)
     # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
     host = ModelHost(engine_config, registry, observer=metrics, keep_prompts=server_config.debug_prompts)
     spans = None if server_config.otlp_traces_endpoint is None else otlp_spans(server_config.otlp_traces_endpoint)
@@ -227,7 +237,8 @@ async def _load(host: "ModelHost", registry: "Registry", models: list[str], draf
     for name in models:
         with display.loading(name):
             await asyncio.to_thread(hub.ensure_local, registry.resolve(name, allow_paths=False), display.progress)
-            await host.get(name)
+            # It was named by who started the server: it stays until there is need for its memory.
+            await host.preload(name, keep_alive=-1.0)
 
 
 async def _drain(host: "ModelHost", seconds: float) -> None:

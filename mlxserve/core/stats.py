@@ -123,3 +123,7 @@ class Observer(Protocol):
     def model_loaded(self, model: str, outcome: str, seconds: float) -> None:
         """`outcome`: ok, or the name of the error's class."""
         ...
+
+    def model_unloaded(self, model: str, reason: str) -> None:
+        """`reason`: expired, evicted, stopped or died."""
+        ...

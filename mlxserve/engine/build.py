@@ -13,6 +13,7 @@ from importlib import metadata
 import mlx.core as mx
 
 from mlxserve.config import EngineConfig, cache_dir
+from mlxserve.core.pieces import Pieces, finish
 from mlxserve.engine import warm_up
 from mlxserve.engine.engine import Engine, Runner
 from mlxserve.engine.kv_disk import KVDisk, ModelDisk
@@ -59,6 +60,8 @@ class BuiltEngine:
     has_draft_model: bool = False
     can_embed: bool = False
     """Whether requests may ask for an embedding."""
+    bytes_per_block: int = 0
+    """Of its KV blocks, the draft model's part included; 0 without a block cache."""
 
 
 def configure_device() -> Device:
@@ -79,11 +82,28 @@ def build_engine(
     run_ahead: bool | None = None,
     kv_disk: KVDisk | None = None,
 ) -> BuiltEngine:
+    """build_pieces() at once."""
+    pieces = build_pieces(loaded, config, found, context_length, draft=draft, run_ahead=run_ahead, kv_disk=kv_disk)
+    return finish(pieces)
+
+
+def build_pieces(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    found: Device,
+    context_length: int,
+    *,
+    draft: LoadedModel | None = None,
+    run_ahead: bool | None = None,
+    kv_disk: KVDisk | None = None,
+    kv_bytes: int | None = None,
+) -> Pieces[BuiltEngine]:
     """An engine that has run its kernels once and knows about how long its steps take.
 
     `draft`: a smaller model of the same vocabulary that makes drafts for it.
     `run_ahead`: whether streams are computed one step ahead of their results, where the model allows it; None: whatever
     measures faster. `kv_disk`: where to keep blocks beyond the process.
+    `kv_bytes`: memory the cache may take at most; None: what the settings say, or the device's budget leaves.
 
     Raises:
         ModelLoadError: the memory that is left does not hold a cache for one sequence of useful length; `kv_bits` is
@@ -96,9 +116,13 @@ def build_engine(
     disk: ModelDisk | None = None
     models = [loaded, *([] if draft is None else [draft])]
     # Before they are tuned for the device, which changes their modules.
-    fingerprints = [weights_fingerprint(each.model) for each in models] if kv_disk is not None else []
+    fingerprints: list[str] = []
+    if kv_disk is not None:
+        for each in models:
+            fingerprints.append(weights_fingerprint(each.model))
+            yield
     try:
-        paged = paged_model(loaded, config, found, device_kernels(loaded, found))
+        paged = yield from paged_pieces(loaded, config, found, device_kernels(loaded, found))
     except UnsupportedByBlockCache as reason:
         if config.kv_bits is not None:
             raise ModelLoadError(
@@ -115,9 +139,9 @@ def build_engine(
             ) from reason
         runner = FallbackRunner(loaded.model, max_pass_tokens=found.max_pass_tokens)
         config = dataclasses.replace(config, max_num_seqs=min(config.max_num_seqs, MAX_FALLBACK_SEQS))
-        max_blocks = initial_blocks = 0
+        max_blocks = initial_blocks = bytes_per_block = 0
     else:
-        draft_model = None if draft is None else _draft_model(draft, loaded, config, found)
+        draft_model = None if draft is None else (yield from _draft_model(draft, loaded, config, found))
         storages = [paged.storage, *([] if draft_model is None else [draft_model.storage])]
         if kv_disk is not None:
             disk = _model_disk(models, fingerprints, config, storages, kv_disk)
@@ -128,7 +152,9 @@ def build_engine(
             block_io=None if disk is None else BlockIO(storages, disk),
         )
         bytes_per_block = sum(storage.bytes_per_block for storage in storages)
-        max_blocks = _max_blocks(loaded, config, found, bytes_per_block)
+        if kv_bytes is None:
+            kv_bytes = config.kv_cache_bytes if config.kv_cache_bytes is not None else _room_beside_weights(found)
+        max_blocks = _max_blocks(loaded, config, kv_bytes, bytes_per_block)
         initial_blocks = _initial_blocks(config, max_blocks, bytes_per_block)
         context_length = min(context_length, (max_blocks - 1) * config.block_size)
     budget = PrefillBudget(
@@ -136,10 +162,10 @@ def build_engine(
         target_itl=config.target_itl_ms / 1000,
     )
     num_blocks = (initial_blocks,) if max_blocks else ()
-    warm_up.run(runner, budget, config, num_blocks, has_draft_model=draft is not None)
+    yield from warm_up.run(runner, budget, config, num_blocks, has_draft_model=draft is not None)
     if ahead_runner is not None:
         if run_ahead is None:
-            run_ahead = warm_up.gains_by_running_ahead(ahead_runner, config, num_blocks)
+            run_ahead = yield from warm_up.gains_by_running_ahead(ahead_runner, config, num_blocks)
         if not run_ahead:
             ahead_runner = None
     logger.info(
@@ -157,12 +183,13 @@ def build_engine(
         uses_block_cache=max_blocks > 0,
         has_draft_model=draft is not None,
         can_embed=runner.can_embed,
+        bytes_per_block=bytes_per_block,
     )
 
 
-def _draft_model(draft: LoadedModel, loaded: LoadedModel, config: EngineConfig, found: Device) -> DraftModel:
+def _draft_model(draft: LoadedModel, loaded: LoadedModel, config: EngineConfig, found: Device) -> Pieces[DraftModel]:
     try:
-        paged = paged_model(draft, config, found, device_kernels(draft, found))
+        paged = yield from paged_pieces(draft, config, found, device_kernels(draft, found))
     except UnsupportedByBlockCache as reason:
         raise ModelLoadError(
             f"{draft.name} cannot be the draft model, as it runs on mlx-lm's own caches ({reason}); choose another",
@@ -181,6 +208,11 @@ def device_kernels(loaded: LoadedModel, found: Device) -> Kernels:
 
 
 def paged_model(loaded: LoadedModel, config: EngineConfig, found: Device, kernels: Kernels) -> PagedModel:
+    """paged_pieces() at once."""
+    return finish(paged_pieces(loaded, config, found, kernels))
+
+
+def paged_pieces(loaded: LoadedModel, config: EngineConfig, found: Device, kernels: Kernels) -> Pieces[PagedModel]:
     """The model over an empty block cache, with the ways of attention that are fastest for it.
 
     Several over one model share their kernels.
@@ -190,7 +222,8 @@ def paged_model(loaded: LoadedModel, config: EngineConfig, found: Device, kernel
         ModelLoadError: `kv_bits` does not suit its heads.
     """
     shapes = probe.layer_shapes(loaded.model)
-    findings = probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
+    yield
+    findings = yield from probe.check_equivalence(loaded.model, shapes, kernels, loaded.context_length)
     kernels = dataclasses.replace(kernels, kv_format=_kv_format(loaded, config, shapes))
     paged = PagedModel(loaded.model, shapes, config.block_size, kernels)
     paged.can_mix = findings.can_mix
@@ -250,12 +283,14 @@ def _shifted_exp(scores: mx.array, maximum: mx.array) -> mx.array:
     return mx.exp(scores - maximum)
 
 
-def _max_blocks(loaded: LoadedModel, config: EngineConfig, found: Device, bytes_per_block: int) -> int:
+def _room_beside_weights(found: Device) -> int:
+    """Bytes that the device's budget leaves: active memory holds the weights of this and any other model, and their
+    caches."""
+    return int(found.memory_budget * (1 - HEADROOM)) - mx.get_active_memory()
+
+
+def _max_blocks(loaded: LoadedModel, config: EngineConfig, available: int, bytes_per_block: int) -> int:
     """Blocks the pool may grow to, scratch block included."""
-    available = config.kv_cache_bytes
-    if available is None:
-        # Active memory holds the weights of this and any other model, and their caches.
-        available = int(found.memory_budget * (1 - HEADROOM)) - mx.get_active_memory()
     max_blocks = max(available, 0) // bytes_per_block
     if max_blocks < 2:
         raise ModelLoadError(

@@ -93,6 +93,11 @@ class Engine:
         return self._scheduler.is_waiting
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks that exist now."""
+        return self._scheduler.num_blocks
+
+    @property
     def num_unsaved_blocks(self) -> int:
         """KV blocks that are to be written to disk; step() does so when nothing else is to be computed."""
         return self._scheduler.num_unsaved_blocks

@@ -3,7 +3,7 @@
 event loop                                     engine thread
 ----------                                     -------------
 submit(), abort(), call()  --- inbox --->      take all messages
-                                               step each engine that has work
+work()                                         a step of the engine, or a piece of the work, whose turn it is
 sink(output) for each      <-- call_soon ---   outputs of the step, once per step
 """
 
@@ -16,12 +16,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from mlxserve.core.pieces import Pieces
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.stats import StepRecord
 from mlxserve.core.step import RequestOutput
 from mlxserve.engine.engine import Engine, StepFailed
+from mlxserve.engine.turns import Turns
 from mlxserve.errors import EngineDead, EngineError, MlxserveError
 
 logger = logging.getLogger(__name__)
@@ -81,23 +83,70 @@ class _Stop:
     pass
 
 
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class _Work:
+    """Something long that is done a piece at a time."""
+
+    pieces: Pieces[Any]
+    future: "Future[Any]"
+    spent: float = 0.0
+
+    def advance(self) -> bool:
+        """Do the next piece, and tell whether there may be more."""
+        if self.future.cancelled():
+            self.pieces.close()
+            return False
+        try:
+            next(self.pieces)
+        except StopIteration as end:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_result(end.value)
+            return False
+        except BaseException as error:
+            if self.future.set_running_or_notify_cancel():
+                self.future.set_exception(error)
+            return False
+        return True
+
+    def give_up(self, reason: str) -> None:
+        self.pieces.close()
+        if self.future.set_running_or_notify_cancel():
+            self.future.set_exception(EngineDead(reason))
+
+
 class EngineHandle:
     """One engine on the thread, as the event loop sees it. Written by the engine thread, read by anyone."""
 
     def __init__(self, name: str, engine: Engine) -> None:
         self.name = name
-        self.engine = engine
+        self._engine: Engine | None = engine
         self.sinks: dict[str, Sink] = {}
-        self.step_sink: StepSink | None = None
-        """The event loop sets it, once."""
+        self.spent = 0.0
+        """Seconds its steps took (engine.turns)."""
+        self.step_sinks: list[StepSink] = []
+        """The event loop adds to it before requests come."""
+        self.request_ids: set[str] = set()
+        """Requests in flight; the event loop writes it."""
         self.num_arriving = 0
         """Requests between the dialect and the inbox; the event loop writes it."""
         self.death: str | None = None
         """Why it computes nothing any more; None while it is well."""
 
+    @property
+    def engine(self) -> Engine:
+        """Raises EngineDead: it was taken off the thread for good."""
+        if self._engine is None:
+            raise EngineDead(self.death or f"{self.name} was unloaded")
+        return self._engine
+
+    def let_go(self, reason: str) -> None:
+        """Forget the engine, and with it the weights: whoever still has this handle keeps neither."""
+        self.death = self.death or reason
+        self._engine = None
+
 
 class EngineThread:
-    """Owns the device. Engines are added to it and take turns, a step each.
+    """Owns the device. Engines are added to it, share its time evenly (engine.turns), and are taken off it again.
 
     Every submitted request's sink is called until it got a finish reason or an error:
 
@@ -113,6 +162,8 @@ class EngineThread:
         self._release_device = release_device
         self._inbox: queue.SimpleQueue[_Submit | _Abort | _Call | _Stop] = queue.SimpleQueue()
         self._handles: list[EngineHandle] = []
+        self._works: list[_Work] = []
+        self._turns: Turns[EngineHandle | _Work] = Turns()
         self._thread = threading.Thread(target=self._run, name="mlxserve-engine", daemon=True)
         self._closed = threading.Lock()
         self.death: str | None = None
@@ -131,6 +182,13 @@ class EngineThread:
         self._put(_Call(function, future))  # type: ignore[arg-type]
         return future
 
+    def work(self, pieces: Pieces[T]) -> "Future[T]":
+        """Do something long on the engine thread, in turns with the steps of engines. Cancelling it ends it early."""
+        work = _Work(pieces, Future())
+        begun = self.call(partial(self._works.append, work))
+        begun.add_done_callback(lambda _: work.give_up(str(begun.exception())) if begun.exception() else None)
+        return work.future
+
     def wake(self) -> None:
         """Let engines that wait for the disk look at its news. Any thread may call it."""
         self.call(lambda: None)
@@ -144,6 +202,17 @@ class EngineThread:
             return handle
 
         return self.call(add)
+
+    def remove_engine(self, handle: EngineHandle) -> "Future[None]":
+        """Take an engine off the thread and forget it. Requests that it still has get EngineDead."""
+
+        def remove() -> None:
+            reason = f"{handle.name} was unloaded"
+            self._handles = [other for other in self._handles if other is not handle]
+            handle.let_go(reason)
+            self._tell_all(handle, EngineDead(reason))
+
+        return self.call(remove)
 
     def submit(self, handle: EngineHandle, request: Request, sink: Sink) -> None:
         self._put(_Submit(handle, request, sink))
@@ -163,7 +232,7 @@ class EngineThread:
         reason = "the server is stopping"
         try:
             while self._take_messages():
-                self._step_all()
+                self._step_some()
         except BaseException as error:
             logger.critical("engine thread died", exc_info=True)
             reason = f"the engine thread died: {type(error).__name__}: {error}"
@@ -172,6 +241,7 @@ class EngineThread:
                 self.death = reason
             self._end(reason)
             self._handles.clear()
+            self._works.clear()
             self._release_device()
 
     def _take_messages(self) -> bool:
@@ -179,7 +249,7 @@ class EngineThread:
         arrivals_until = 0.0
         while True:
             with_work = [handle.engine for handle in self._handles if handle.engine.has_work]
-            busy = any(not engine.is_waiting for engine in with_work)
+            busy = bool(self._works) or any(not engine.is_waiting for engine in with_work)
             if not busy and self._inbox.empty():
                 self._check_integrity()
             try:
@@ -230,11 +300,22 @@ class EngineThread:
                     except BaseException as error:
                         future.set_exception(error)
 
-    def _step_all(self) -> None:
-        # Not inlined in _run: a loop variable that lives on would keep the weights of a dead engine.
-        for handle in self._handles:
-            if handle.engine.has_work:
+    def _step_some(self) -> None:
+        # Not inlined in _run: a variable that lives on would keep the weights of a dead engine.
+        with_work = [handle for handle in self._handles if handle.engine.has_work]
+        computing = [handle for handle in with_work if not handle.engine.is_waiting]
+        for handle in with_work:
+            if handle not in computing:
                 self._step(handle)
+        contenders: list[EngineHandle | _Work] = [*computing, *self._works]
+        if contenders:
+            chosen = self._turns.next(contenders)
+            began = time.monotonic()
+            if isinstance(chosen, EngineHandle):
+                self._step(chosen)
+            elif not chosen.advance():
+                self._works.remove(chosen)
+            self._turns.add(chosen, time.monotonic() - began)
 
     def _step(self, handle: EngineHandle) -> None:
         last = handle.engine.last_record
@@ -258,8 +339,8 @@ class EngineThread:
         """Deliver outputs; `failure` is what a request that ended with ERROR is told, `record` the step they are of."""
         now = time.monotonic()
         deliveries: list[Delivery] = []
-        if record is not None and handle.step_sink is not None:
-            deliveries.append(partial(handle.step_sink, record))
+        if record is not None:
+            deliveries += [partial(step_sink, record) for step_sink in handle.step_sinks]
         step_id = None if record is None else record.step_id
         for output in outputs:
             ended = output.finish_reason is not None
@@ -303,6 +384,8 @@ class EngineThread:
     def _end(self, reason: str) -> None:
         for handle in self._handles:
             self._tell_all(handle, EngineDead(reason))
+        for work in self._works:
+            work.give_up(reason)
         while True:
             try:
                 message = self._inbox.get_nowait()

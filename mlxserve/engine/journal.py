@@ -1,10 +1,13 @@
 """What happened to the requests of this process: those under way and the latest that ended. Event loop only."""
 
+import asyncio
 import json
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from time import monotonic
 
 from mlxserve.core.generation import (
     ChatPrompt,
@@ -15,7 +18,7 @@ from mlxserve.core.generation import (
     TokenPrompt,
     Usage,
 )
-from mlxserve.core.request import Request, RequestStatus
+from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.stats import StepRecord
 from mlxserve.engine.timeline import Timeline
 
@@ -184,6 +187,21 @@ class Journal:
         trace = RequestTrace(request_id, model, timeline, request.priority, prompt, traceparent)
         self._live[trace] = None
         return trace
+
+    @contextmanager
+    def loading(self, request_id: str, model: str, timeline: Timeline) -> Iterator[None]:
+        """A request waits for its model meanwhile, and is dropped then, to be opened anew; one that fails is kept."""
+        trace = RequestTrace(request_id, model, timeline, 0, None)
+        self._live[trace] = None
+        try:
+            yield
+        except BaseException as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            trace.outcome = FinishReason.CANCELLED.value if cancelled else type(error).__name__
+            timeline.finished = timeline.delivered = monotonic()
+            self.close(trace)
+            raise
+        self.drop(trace)
 
     def drop(self, trace: RequestTrace) -> None:
         """Forget a request that others take the place of."""

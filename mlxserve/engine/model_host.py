@@ -1,42 +1,28 @@
-"""The models of this process: found by name, loaded once, served until the host closes."""
+"""The models of this process: found by name, loaded when they are asked for, unloaded when nobody needs them."""
 
 import asyncio
-import dataclasses
-import gc
-import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from mlxserve.config import EngineConfig, kv_disk_dir
-from mlxserve.core.request import Speculation
 from mlxserve.core.stats import EngineStats, Observer, StepRecord
 from mlxserve.engine import build
-from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.journal import Journal
 from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
 from mlxserve.engine.library import Library
-from mlxserve.engine.served_model import ModelDescription, ServedModel
-from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
+from mlxserve.engine.loading import LoadedEngine, Loading
+from mlxserve.engine.model_cache import Entry, ModelCache
+from mlxserve.engine.residency import Residency, State
+from mlxserve.engine.served_model import ServedModel
+from mlxserve.errors import DownloadError, EngineDead, ModelNotFound
 from mlxserve.runner import device
-from mlxserve.runner.device import Device
-from mlxserve.store import hub, loader
-from mlxserve.store.fit import fit, require_fit
-from mlxserve.store.loader import LoadedModel
-from mlxserve.store.machine import this_machine
-from mlxserve.store.model_facts import read_facts
+from mlxserve.store import hub
 from mlxserve.store.model_source import HubRepo, ModelSource
 from mlxserve.store.registry import Registry
-from mlxserve.text.capabilities import capabilities
-from mlxserve.text.tokenizer import Tokenizer
 
-logger = logging.getLogger(__name__)
-
-SAVE_SECONDS = 5.0
-"""How long a stop waits for KV blocks to go to disk."""
-SAVE_POLL = 0.02
 TEXT_THREADS = 4
 """Templates and tokenizers share the interpreter; more threads than this only take turns."""
 
@@ -54,23 +40,49 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedInfo:
+    """A model in memory."""
+
+    name: str
+    """The one it was loaded under; others may stand for it too."""
+    size: int
+    """Bytes of its weights and of its KV cache as it is now."""
+    weight_bytes: int
+    context_length: int
+    expires_at: float | None
+    """Unix seconds when it goes unless it is asked for again; None: it stays, or requests are using it."""
+    digest: str
+    """64 hexadecimal digits that change when a file does."""
+    architecture: str
+    family: str
+    num_parameters: int
+    quantization: str
+    num_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
 class HealthStatus:
     ok: bool
     detail: str
 
 
-@dataclass(frozen=True, slots=True)
 class Lease:
-    """A model that stays loaded for somebody until they release it."""
+    """A model that stays loaded until this is released."""
 
-    model: ServedModel
+    def __init__(self, model: ServedModel, entry: Entry[LoadedEngine], cache: ModelCache[LoadedEngine]) -> None:
+        self.model = model
+        self._entry: Entry[LoadedEngine] | None = entry
+        self._cache = cache
 
     def release(self) -> None:
-        pass
+        """Once is enough. When nobody has it on lease any more, its keep-alive begins."""
+        entry, self._entry = self._entry, None
+        if entry is not None:
+            self._cache.release(entry)
 
 
 class ModelHost:
-    """Loads models on first use and keeps them.
+    """Loads models on first use and keeps them for as long as memory, settings and their users allow.
 
     Its methods belong to the event loop that start() ran on. Weights are read on the engine thread, downloads and
     everything about text run on worker threads.
@@ -101,60 +113,115 @@ class ModelHost:
         self.library = Library(registry)
         """The models of this machine, loaded or not."""
         self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="mlxserve-text")
-        self._models: dict[ModelSource, asyncio.Task[ServedModel]] = {}
-        self._deaths: dict[ModelSource, str] = {}
-        """Models that died and were not loaded again since."""
         self._is_closed = False
         self._thread: EngineThread | None = None
-        self._device: Device | None = None
+        self._loading: Loading | None = None
+        self._cache: ModelCache[LoadedEngine] | None = None
         self._kv_disk: KVDisk | None = None
 
     async def start(self) -> None:
-        """Start the engine thread, and open the folder of KV blocks if there is to be one."""
-        loop = asyncio.get_running_loop()
+        """Start the engine thread, and open the folder of KV blocks if there is to be one.
+
+        Raises:
+            ModelNotFound: `pin` names a model that there is not.
+        """
+        config, loop = self._config, asyncio.get_running_loop()
         self._thread = EngineThread(loop, device.release)
         self._thread.start()
-        if self._config.kv_disk is not None:
+        if config.kv_disk is not None:
             self._kv_disk = await loop.run_in_executor(
-                None, open_kv_disk, kv_disk_dir(self._config), self._config.kv_disk, self._thread.wake
+                None, open_kv_disk, kv_disk_dir(config), config.kv_disk, self._thread.wake
             )
             self._kv_disk.start()
-        self._device = await asyncio.wrap_future(self._thread.call(build.configure_device))
+        found = await asyncio.wrap_future(self._thread.call(build.configure_device))
+        budget = config.memory_budget
+        if budget is None:
+            budget = int(found.memory_budget * (1 - build.HEADROOM))
+        residency = Residency(budget, config.max_loaded_models)
+        self._loading = Loading(
+            self._thread,
+            found,
+            self,
+            residency,
+            config=config,
+            executor=self._executor,
+            kv_disk=self._kv_disk,
+            observer=self._observer,
+        )
+        self._cache = ModelCache(self._loading, residency, max_wait=config.request_timeout)
 
-    async def get(self, name: str) -> ServedModel:
-        """The model of that name, loaded if it is not yet; who asks meanwhile waits for the same load.
+    async def acquire(self, name: str, *, keep_alive: float | None = None) -> Lease:
+        """The model of that name on lease, loaded if it is not yet; who asks meanwhile waits for the same load.
+
+        `keep_alive`: seconds that it stays loaded when nobody has it on lease any more; negative: until there is need
+        for its memory; None: what the request before said, at first the setting.
 
         Raises:
             ModelNotFound: no model goes by this name, or it is not on this machine and must not be fetched.
             DownloadError, ModelLoadError: it cannot be had; the next call tries again.
+            CapacityError: the models that are pinned leave no room for it.
+            RequestTimeout: no other model made room for it within `request_timeout`.
             EngineDead: the host is closed, also while it loads.
         """
+        cache, thread = self._cache, self._thread
         if self._is_closed:
             raise EngineDead("the server is stopping")
-        source = self._registry.resolve(name, allow_paths=self._allow_paths)
-        task = self._models.get(source)
-        if task is None or self._is_lost(source, task):
-            task = asyncio.create_task(self._load_observed(source))
-            self._models[source] = task
-        try:
-            # Shielded: one client that goes away must not stop the load for the others.
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if task.cancelled():
-                raise EngineDead("the server is stopping") from None
-            raise
+        if cache is None or thread is None:
+            raise EngineDead("the model host is not started")
+        source = self.resolve(name)
+        if thread.death is not None:
+            raise EngineDead(thread.death)
+        entry = await cache.acquire(source, keep_alive)
+        return Lease(self._served(entry.model, source, thread), entry, cache)
 
-    async def acquire(self, name: str, *, keep_alive: float | None = None) -> Lease:
-        """The model of that name on lease, loaded if it is not yet. Raises as get()."""
-        return Lease(await self.get(name))
+    async def preload(self, name: str, *, keep_alive: float | None = None) -> None:
+        """Load a model, if it is not loaded yet, and let its keep-alive begin. Raises as acquire()."""
+        lease = await self.acquire(name, keep_alive=keep_alive)
+        lease.release()
+
+    async def unload(self, name: str) -> None:
+        """Let a model's requests end, unload it, and wait until it is gone. Who asks for it meanwhile loads it again.
+
+        Raises:
+            ModelNotFound: it is not loaded.
+        """
+        source = self.resolve(name)
+        entry = None if self._cache is None else self._cache.find(source.location)
+        if self._cache is None or entry is None:
+            raise ModelNotFound(f"{source.name} is not loaded", model=name)
+        await self._cache.unload(entry)
+
+    def loaded(self) -> list[LoadedInfo]:
+        """The models in memory, the one loaded first first."""
+        origin = time.time() - time.monotonic()
+        infos = []
+        for entry in self._entries():
+            engine, description, expires_at = entry.model, entry.model.description, entry.resident.expires_at
+            infos.append(
+                LoadedInfo(
+                    name=description.name,
+                    size=engine.num_bytes,
+                    weight_bytes=engine.weight_bytes,
+                    context_length=engine.describe(entry.resident.source).context_length,
+                    expires_at=None if expires_at is None else origin + expires_at,
+                    digest=engine.digest,
+                    architecture=description.architecture,
+                    family=description.architecture,
+                    num_parameters=description.num_parameters,
+                    quantization=description.quantization,
+                    num_in_flight=engine.num_in_flight,
+                )
+            )
+        return infos
 
     def models(self) -> list[ModelInfo]:
-        """The loaded models, then those that could be loaded without a download."""
+        """The loaded models by each name they were asked for, then those that could be loaded without a download."""
         infos = [
-            ModelInfo(
-                model.name, model.description.created, model.context_length, loaded=True, description=source.description
-            )
-            for source, model in self._loaded()
+            ModelInfo(name, each.created, each.context_length, loaded=True, description=source.description)
+            for entry in self._entries()
+            for name in dict.fromkeys([entry.resident.source.name, *entry.model.served])
+            for source in [self.resolve(name)]
+            for each in [entry.model.describe(source)]
         ]
         names = {info.name for info in infos}
         for card in self._registry.available():
@@ -170,33 +237,35 @@ class ModelHost:
         """Red from the moment an engine cannot compute until its model is loaded again."""
         if self._thread is None or self._thread.death is not None:
             return HealthStatus(False, self._thread.death or "not started" if self._thread else "not started")
-        deaths = [model.death for _, model in self._loaded() if model.death is not None]
-        for death in (*deaths, *self._deaths.values()):
-            return HealthStatus(False, death)
+        deaths = [entry.model.handle.death for entry in self._entries()]
+        past = [] if self._cache is None else self._cache.deaths.values()
+        for death in (*deaths, *past):
+            if death is not None:
+                return HealthStatus(False, death)
         return HealthStatus(True, "ok")
 
     def stats(self) -> dict[str, EngineStats]:
-        """Of each loaded model, by name."""
-        return {model.name: model.stats() for _, model in self._loaded()}
+        """Of each loaded model, by the name it was loaded under."""
+        return {entry.model.handle.name: entry.model.handle.engine.stats() for entry in self._entries()}
 
     def steps(self) -> dict[str, list[StepRecord]]:
         """The latest steps of each loaded model, oldest first."""
-        return {model.name: model.steps() for _, model in self._loaded()}
+        return {entry.model.handle.name: list(entry.model.handle.engine.records) for entry in self._entries()}
 
     @property
     def num_in_flight(self) -> int:
         """Requests that were accepted and have not ended."""
-        return sum(model.num_in_flight for _, model in self._loaded())
+        return sum(entry.model.num_in_flight for entry in self._cache or ())
 
     async def close(self, timeout: float) -> None:
         """Give up loads, let requests finish for up to `timeout` seconds, cancel the rest, end the engine thread.
 
-        KV blocks that are to be kept on disk get another SAVE_SECONDS."""
+        KV blocks that are to be kept on disk get another loading.SAVE_SECONDS."""
         self._is_closed = True
-        for task in self._models.values():
-            task.cancel()
-        await asyncio.gather(*(model.drain(timeout) for _, model in self._loaded()))
-        await self._save_blocks()
+        if self._cache is not None and self._loading is not None:
+            served = [model for entry in self._cache for model in entry.model.served.values()]
+            await asyncio.gather(self._cache.close(), *(model.drain(timeout) for model in served))
+            await asyncio.gather(*(self._loading.save_blocks(entry.model.handle) for entry in self._entries()))
         loop = asyncio.get_running_loop()
         if self._thread is not None:
             await loop.run_in_executor(None, self._thread.stop)
@@ -206,138 +275,12 @@ class ModelHost:
         # Prompts still there are tokenised in vain: cancelled, they would look as if their clients had gone.
         self._executor.shutdown(wait=False)
 
-    async def _save_blocks(self) -> None:
-        """Wait until engines without requests have handed all their blocks to the disk, which they do by themselves."""
-        if self._kv_disk is None or self._kv_disk.failure is not None:
-            return
-        end = time.monotonic() + SAVE_SECONDS
-        while any(model.num_unsaved_blocks for _, model in self._loaded()):
-            if time.monotonic() > end:
-                logger.warning("stopping without having written all KV blocks to disk")
-                return
-            await asyncio.sleep(SAVE_POLL)
+    def resolve(self, name: str) -> ModelSource:
+        """What a name stands for. Raises ModelNotFound."""
+        return self._registry.resolve(name, allow_paths=self._allow_paths)
 
-    def _loaded(self) -> list[tuple[ModelSource, ServedModel]]:
-        return [
-            (source, task.result())
-            for source, task in self._models.items()
-            if task.done() and not task.cancelled() and task.exception() is None
-        ]
-
-    def _is_lost(self, source: ModelSource, task: asyncio.Task[ServedModel]) -> bool:
-        """Whether a load ended without a model that can compute."""
-        if not task.done():
-            return False
-        if task.exception() is not None:
-            return True
-        death = task.result().death
-        if death is not None:
-            self._deaths[source] = death
-        return death is not None
-
-    async def _load_observed(self, source: ModelSource) -> ServedModel:
-        started = time.monotonic()
-        outcome = "ok"
-        try:
-            return await self._load(source)
-        except BaseException as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            if self._observer is not None:
-                self._observer.model_loaded(source.name, outcome, time.monotonic() - started)
-
-    async def _load(self, source: ModelSource) -> ServedModel:
-        thread, found = self._thread, self._device
-        if thread is None or found is None:
-            raise EngineDead("the model host is not started")
-        started = time.monotonic()
-        loop = asyncio.get_running_loop()
-        path = await loop.run_in_executor(None, self._locate, source)
-        await loop.run_in_executor(None, _check_fit, source, path, found)
-        loaded = await asyncio.wrap_future(
-            thread.call(lambda: loader.load(path, name=source.name, dtype_policy=found.dtype_policy))
-        )
-        if source.template is not None:
-            loaded.tokenizer.chat_template = source.template
-        tokenizer = await loop.run_in_executor(self._executor, Tokenizer, loaded.tokenizer, loaded.eos_token_ids)
-        draft = await self._load_draft(source, tokenizer, thread, found)
-        context_length = self._context_length(source, loaded.context_length)
-        built = await asyncio.wrap_future(
-            thread.call(
-                lambda: build.build_engine(
-                    loaded, self._config, found, context_length, draft=draft, kv_disk=self._kv_disk
-                )
-            )
-        )
-        await asyncio.wrap_future(thread.call(_exempt_from_collection))
-        handle = await asyncio.wrap_future(thread.add_engine(source.name, built.engine))
-        load_seconds = time.monotonic() - started
-        logger.info(
-            "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %.2f GB)",
-            source.name,
-            source.location,
-            load_seconds,
-            loaded.architecture,
-            loaded.num_parameters / 1e6,
-            loaded.quantization,
-            loaded.weight_bytes / 1e9,
-        )
-        description = ModelDescription(
-            name=source.name,
-            context_length=built.context_length,
-            architecture=loaded.architecture,
-            num_parameters=loaded.num_parameters,
-            quantization=loaded.quantization,
-            default_sampling=dict(source.sampling),
-            load_seconds=load_seconds,
-            created=int(time.time()),
-            speculation=_kinds_of_speculation(built),
-            can_embed=built.can_embed,
-            pooling=loaded.pooling,
-            capabilities=capabilities(tokenizer.tool_template, tokenizer.has_token),
-            system=source.system,
-            stop=source.stop,
-        )
-        self._deaths.pop(source, None)
-        return ServedModel(
-            description,
-            tokenizer,
-            thread=thread,
-            handle=handle,
-            config=self._config,
-            executor=self._executor,
-            observer=self._observer,
-            journal=self.journal,
-        )
-
-    async def _load_draft(
-        self, source: ModelSource, tokenizer: Tokenizer, thread: EngineThread, found: Device
-    ) -> LoadedModel | None:
-        """The draft model for a model of that source; each gets one of its own, since its keys and values are its own.
-
-        Raises:
-            ModelLoadError: its vocabulary is another one.
-        """
-        if self._config.draft_model is None:
-            return None
-        draft_source = self._registry.resolve(self._config.draft_model, allow_paths=self._allow_paths)
-        loop = asyncio.get_running_loop()
-        path = await loop.run_in_executor(None, self._locate, draft_source)
-        draft = await asyncio.wrap_future(
-            thread.call(lambda: loader.load(path, name=draft_source.name, dtype_policy=found.dtype_policy))
-        )
-        draft_tokenizer = await loop.run_in_executor(self._executor, Tokenizer, draft.tokenizer, draft.eos_token_ids)
-        difference = tokenizer.difference(draft_tokenizer)
-        if difference is not None:
-            raise ModelLoadError(
-                f"{draft_source.name} cannot be the draft model of {source.name}: {difference}; "
-                "choose one of the same family, or leave draft_model out",
-                model=source.name,
-            )
-        return draft
-
-    def _locate(self, source: ModelSource) -> Path:
+    def locate(self, source: ModelSource) -> Path:
+        """The folder or file of a model, fetched if that is allowed. Blocks. Raises ModelNotFound, DownloadError."""
         if not self._allow_downloads and isinstance(source.location, HubRepo):
             try:
                 return hub.ensure_local(source, local_files_only=True)
@@ -345,41 +288,21 @@ class ModelHost:
                 raise ModelNotFound(str(error), model=source.name) from error
         return hub.ensure_local(source, self._progress)
 
-    def _context_length(self, source: ModelSource, own: int) -> int:
-        """The shortest of what the model can do, what its entry says, and what the settings allow."""
-        limits = (own, source.context_length, self._config.max_model_len)
-        if self._config.max_model_len is not None and self._config.max_model_len > own:
-            logger.warning("%s has a context of %d tokens; max_model_len is more and has no effect", source.name, own)
-        return min(limit for limit in limits if limit is not None)
+    def _entries(self) -> list[Entry[LoadedEngine]]:
+        """The models in memory without those on their way out."""
+        return [entry for entry in self._cache or () if entry.resident.state is State.LOADED]
 
-
-def _kinds_of_speculation(built: BuiltEngine) -> frozenset[Speculation]:
-    kinds = {Speculation.AUTO, Speculation.OFF}
-    if built.uses_block_cache:
-        kinds.add(Speculation.NGRAM)
-    if built.has_draft_model:
-        kinds.add(Speculation.DRAFT)
-    return frozenset(kinds)
-
-
-def _check_fit(source: ModelSource, path: Path, found: Device) -> None:
-    """Say how the model fits; raises ModelTooLarge if it cannot be loaded."""
-    try:
-        facts = read_facts(path, source.name)
-    except ModelLoadError:
-        # The loader finds the same fault, and knows more to say about it.
-        return
-    machine = dataclasses.replace(this_machine(), budget=found.memory_budget, is_metal=found.is_metal)
-    fitting = fit(facts, machine, source.context_length or facts.context_length)
-    logger.info("%s: %s", source.name, fitting.line())
-    require_fit(fitting, source.name)
-
-
-def _exempt_from_collection() -> None:
-    """Let Python's cyclic garbage collector pass over everything that is there by now, modules and models.
-
-    It stays, and a full collection that walks it stops all threads, and so every stream, for some 40 ms.
-    """
-    gc.unfreeze()  # What a model left that is gone by now is collected here, and only here.
-    gc.collect()
-    gc.freeze()
+    def _served(self, engine: LoadedEngine, source: ModelSource, thread: EngineThread) -> ServedModel:
+        served = engine.served.get(source.name)
+        if served is None:
+            served = engine.served[source.name] = ServedModel(
+                engine.describe(source),
+                engine.tokenizer_of(source),
+                thread=thread,
+                handle=engine.handle,
+                config=self._config,
+                executor=self._executor,
+                observer=self._observer,
+                journal=self.journal,
+            )
+        return served

@@ -113,7 +113,7 @@ class ServedModel:
         self._idle = asyncio.Event()
         self._idle.set()
         self._mean_duration = 1.0
-        handle.step_sink = self._note_step
+        handle.step_sinks.append(self._note_step)
 
     @property
     def name(self) -> str:
@@ -212,7 +212,7 @@ class ServedModel:
         if num_samples > 1:
             ids = [f"{request.request_id}-{index}" for index in range(num_samples)]
         for request_id in ids:
-            if request_id in self._in_flight:
+            if request_id in self._handle.request_ids:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
         num_prompt_tokens = len(prepared.prompt_ids)
         if num_prompt_tokens + (not request.wants_embedding) > self.context_length:
@@ -287,6 +287,7 @@ class ServedModel:
             wants_progress=request.wants_progress,
         )
         self._in_flight[request_id] = generation
+        self._handle.request_ids.add(request_id)
         self._idle.clear()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
@@ -417,8 +418,6 @@ class ServedModel:
         for request_id in step.rows:
             if (generation := self._in_flight.get(request_id)) is not None:
                 generation.trace.note_row(step)
-        if self._observer is not None:
-            self._observer.step_finished(self.name, step)
 
     def _observe_interval(self, seconds: float) -> None:
         if self._observer is not None:
@@ -426,6 +425,7 @@ class ServedModel:
 
     def _ended(self, generation: Generation, outcome: str, usage: Usage, timings: Timings) -> None:
         del self._in_flight[generation.request_id]
+        self._handle.request_ids.discard(generation.request_id)
         if not self._in_flight:
             self._idle.set()
         self._mean_duration += 0.1 * (timings.total - self._mean_duration)

@@ -60,6 +60,11 @@ class Timeline:
             return cls(received=now, loaded=now)
         return cls(received=arrival.received, parsed=arrival.parsed, loaded=_first_set(arrival.loaded, now))
 
+    @classmethod
+    def waiting(cls, arrival: Arrival) -> "Timeline":
+        """Of a request whose model is not there yet."""
+        return cls(received=arrival.received, parsed=arrival.parsed)
+
     def timings(self) -> Timings:
         """The stages of a finished request; a stage it never reached took no time, the one it ended in got the rest."""
         end = self.finished if self.finished is not None else time.monotonic()
@@ -93,7 +98,7 @@ class Timeline:
 
     @property
     def state(self) -> str:
-        """front_end, queued, prefill, decode, delivering or done."""
+        """front_end, loading, queued, prefill, decode, delivering or done."""
         if self.delivered is not None:
             return "done"
         if self.computed is not None or self.finished is not None:
@@ -102,7 +107,9 @@ class Timeline:
             return "decode"
         if self.scheduled is not None:
             return "prefill"
-        return "front_end" if self.tokenised is None else "queued"
+        if self.tokenised is not None:
+            return "queued"
+        return "loading" if self.parsed is not None and self.loaded is None else "front_end"
 
     @property
     def time_to_first_token(self) -> float | None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.pieces import Pieces
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import BlockTable, DecodeRow, DraftOrder, PrefillChunk, ScheduledStep
 from mlxserve.engine.engine import Runner
@@ -38,7 +39,7 @@ def run(
     num_blocks: tuple[int, ...],
     *,
     has_draft_model: bool = False,
-) -> None:
+) -> Pieces[None]:
     """Run a spread of steps twice: the first compiles, the second tells the budget how long they take.
 
     `num_blocks`: the initial size of each group's pool, which the runner makes on the way.
@@ -64,11 +65,13 @@ def run(
     for prefill, decode in loads:
         step = _step(prefill, decode, num_blocks)
         runner.run(step)
+        yield
         budget.observe(step, runner.run(step))
+        yield
     runner.run(_step((), (), num_blocks, released=("warm-up-0",)))
 
 
-def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig, num_blocks: tuple[int, ...]) -> bool:
+def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig, num_blocks: tuple[int, ...]) -> Pieces[bool]:
     """Whether streams go faster when a step is built while the one before it is computed. Measured, in turns."""
     tables = _tables(config, len(num_blocks))
     known = _step((), _rows(1, tables), num_blocks)
@@ -86,6 +89,7 @@ def gains_by_running_ahead(runner: ModelRunner, config: EngineConfig, num_blocks
         runner.finish(first)
         runner.finish(second)
         ahead.append(time.perf_counter() - began)
+        yield
     ratio = statistics.median(ahead) / statistics.median(plain)
     logger.debug("a pair of decode steps takes %.2f of its time when the second is built ahead", ratio)
     return ratio < 1 - MIN_GAIN

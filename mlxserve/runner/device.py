@@ -69,6 +69,16 @@ def memory() -> DeviceMemory:
     return DeviceMemory(mx.get_active_memory(), mx.get_peak_memory(), mx.get_cache_memory())
 
 
+def give_back() -> None:
+    """Return the memory of freed arrays to the system."""
+    mx.clear_cache()
+    try:
+        # Without a buffer cache it is malloc's, which _keep_freed_memory() told to keep it.
+        ctypes.CDLL(None).malloc_trim(0)
+    except AttributeError:
+        return
+
+
 def release() -> None:
     """End what MLX runs for this thread. Call last on a thread that used MLX: its streams must not outlive it."""
     mx.synchronize()

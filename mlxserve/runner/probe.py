@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
+from mlxserve.core.pieces import Pieces
 from mlxserve.runner.kv_storage import LayerShape
 from mlxserve.runner.paged_model import Kernels, LayerView, PagedModel, UnsupportedByBlockCache
 
@@ -55,16 +56,20 @@ class Findings:
     """Chunks and decode rows in one pass give the same answers."""
 
 
-def check_equivalence(model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int) -> Findings:
+def check_equivalence(
+    model: nn.Module, shapes: list[LayerShape], kernels: Kernels, context_length: int
+) -> Pieces[Findings]:
     """Compare the block cache with mlx-lm's cache on short sequences, one at position 0 and one far out.
 
     Raises:
         UnsupportedByBlockCache: the model does what a LayerView does not offer, or its answers differ.
     """
     far = min(FAR_POSITION, context_length - NUM_PROBE_TOKENS)
-    findings = _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
+    findings = yield from _compare(model, shapes, kernels, make_prompt_cache(model), LayerView)
     if far > 0:
-        _compare(model, shapes, kernels, [_FarCache(far) for _ in shapes], lambda kernels: _FarView(kernels, far))
+        yield from _compare(
+            model, shapes, kernels, [_FarCache(far) for _ in shapes], lambda kernels: _FarView(kernels, far)
+        )
     return findings
 
 
@@ -100,7 +105,7 @@ def _compare(
     kernels: Kernels,
     caches: list[KVCache],
     make_view: Callable[[Kernels], LayerView],
-) -> Findings:
+) -> Pieces[Findings]:
     """One sequence in one pass over mlx-lm's caches, against two chunks and a decode row over the block cache."""
     token_ids = [(7 * i * i + 3 * i) % SMALLEST_VOCABULARY for i in range(NUM_PROBE_TOKENS)]
     expected = model(mx.array([token_ids]), cache=caches)[0, -1]
@@ -112,17 +117,21 @@ def _compare(
         for start, end in ((0, 10), (10, last)):
             paged.prefill([(token_ids[start:end], start, table)])
             mx.eval(paged.storage.arrays())
+            yield
         logits = paged.decode(token_ids[-1:], [last], [table])[0]
         mx.eval(logits, paged.storage.arrays())
+        yield
         if paged.can_mix:
             mixed = paged.prefill([(token_ids[10:last], 10, table)], [(token_ids[-1], last, table)])
             mx.eval(mixed, paged.storage.arrays())
+            yield
     except UnsupportedByBlockCache:
         raise
     except Exception as error:  # a model file that computes with its cache in its own way fails in its own way
         raise UnsupportedByBlockCache(f"a pass over it failed: {type(error).__name__}: {error}") from error
     allowed = _tolerance(shapes[0].dtype) * _difference(expected, expected.mean())
     difference = _difference(expected, logits)
+    yield
     logger.debug("block cache against mlx-lm: largest difference of logits %.2e, allowed %.2e", difference, allowed)
     if not difference <= allowed:
         raise UnsupportedByBlockCache(

@@ -73,6 +73,11 @@ class Scheduler:
         return self._found_nothing and not (self._finished or self._kv.can_save or self._kv.has_disk_news)
 
     @property
+    def num_blocks(self) -> int:
+        """KV blocks that exist now, in all groups."""
+        return sum(self._kv.num_blocks)
+
+    @property
     def num_unsaved_blocks(self) -> int:
         """Blocks that are to be written to disk when there is time."""
         return self._kv.num_unsaved_blocks

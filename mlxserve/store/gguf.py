@@ -13,6 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
+from mlxserve.core.pieces import Pieces, finish
 from mlxserve.store.gguf_file import GgufFile, GgufTensor
 from mlxserve.store.gguf_weights import BITS, GROUP_SIZE, SUPPORTED, dequantize, repack
 from mlxserve.store.repo_files import gguf_refusal
@@ -75,7 +76,12 @@ def read_config(file: GgufFile) -> dict[str, Any]:
 
 
 def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> nn.Module:
-    """mlx-lm's model with the file's weights.
+    """build_pieces() at once."""
+    return finish(build_pieces(file, config, quantized=quantized, size=math.inf))
+
+
+def build_pieces(file: GgufFile, config: dict[str, Any], *, quantized: bool, size: float) -> Pieces[nn.Module]:
+    """mlx-lm's model with the file's weights, read some `size` bytes at a time.
 
     Args:
         quantized: Keep Q4_0, Q4_1 and Q8_0 as MLX's affine quantisation (same codes, float16 scales and biases) and
@@ -97,6 +103,7 @@ def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> n
         nn.quantize(model, class_predicate=scheme)
     dtype = _compute_dtype(file) if quantized else mx.float32
     weights: dict[str, mx.array] = {}
+    num_bytes = 0
     for place, tensor in places.items():
         raw = _unpermuted(tensor, file.read(tensor), config)
         try:
@@ -109,6 +116,10 @@ def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> n
                 mx.eval(weights[place])
         except ValueError as error:
             raise file.unusable(f"tensor {tensor.name}: {error}") from error
+        num_bytes += tensor.num_bytes
+        if num_bytes >= size:
+            num_bytes = 0
+            yield
     model.load_weights(list(weights.items()))
     model.eval()
     return model

@@ -1,6 +1,7 @@
 """A model on disk -> a model in memory: MLX and safetensors folders, and GGUF files.
 
-Nothing a folder contains is ever executed, and every weight is in memory, none lazy, when load() returns.
+open_files() looks at everything but the weights and computes nothing, so any thread may call it; load_pieces() reads
+the weights. Nothing a folder contains is ever executed, and every weight is in memory, none lazy, when a load is done.
 """
 
 import json
@@ -18,6 +19,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 from mlx_lm.utils import get_total_parameters, load_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from mlxserve.core.pieces import Pieces, finish
 from mlxserve.core.request import Pooling
 from mlxserve.errors import ModelLoadError
 from mlxserve.store import gguf, gguf_tokenizer, pooling
@@ -30,6 +32,9 @@ logger = logging.getLogger(__name__)
 
 DtypePolicy = Literal["keep", "float32"]
 """keep: weights as the files have them, quantised ones quantised (Metal). float32: everything plain float32 (CPU)."""
+
+PIECE_BYTES = 32 * 1024 * 1024
+"""Of weights in a piece of a load, unless one of them is larger: what a disk gives in about the time of a step."""
 
 _PLAIN_LAYERS = {
     nn.QuantizedLinear: nn.Linear,
@@ -66,36 +71,53 @@ class LoadedModel:
     """Whether that is what it was made for."""
 
 
+@dataclass(frozen=True, slots=True)
+class ModelFiles:
+    """The files of a model, looked at and found whole, with all that can be known before its weights are read."""
+
+    source: "_Folder | GgufFile"
+    config: dict[str, Any] = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    eos_token_ids: frozenset[int]
+    declared_pooling: Pooling | None
+    """How they say that hidden states become an embedding."""
+
+
 def load(source_path: Path, *, name: str, dtype_policy: DtypePolicy) -> LoadedModel:
     """Load a folder in mlx-lm's format or a .gguf file.
 
     Raises:
         ModelLoadError: the files are missing, damaged, unsupported, or need code from the repository.
     """
+    return finish(load_pieces(open_files(source_path, name=name), dtype_policy))
+
+
+def open_files(source_path: Path, *, name: str) -> ModelFiles:
+    """Check the files and read the tokenizer. Raises ModelLoadError as load()."""
     if source_path.is_dir():
-        return _load_folder(_Folder(source_path, name), dtype_policy)
+        return _open_folder(_Folder(source_path, name))
     if source_path.exists():
-        return _load_gguf(GgufFile.open(source_path, model=name), dtype_policy)
+        file = GgufFile.open(source_path, model=name)
+        config = gguf.read_config(file)
+        try:
+            declared = pooling.of_gguf(file.get(f"{config['model_type']}.pooling_type", int, None))
+        except UnsupportedPooling as error:
+            raise file.unusable(str(error)) from error
+        tokenizer = gguf_tokenizer.build_tokenizer(file)
+        return ModelFiles(file, config, tokenizer, gguf_tokenizer.eos_token_ids(file), declared)
     raise ModelLoadError(f"{source_path}: no such file or folder", model=name)
 
 
-def _load_gguf(file: GgufFile, dtype_policy: DtypePolicy) -> LoadedModel:
-    config = gguf.read_config(file)
-    try:
-        declared = pooling.of_gguf(file.get(f"{config['model_type']}.pooling_type", int, None))
-    except UnsupportedPooling as error:
-        raise file.unusable(str(error)) from error
-    tokenizer = gguf_tokenizer.build_tokenizer(file)
-    model = gguf.build_model(file, config, quantized=dtype_policy == "keep")
-    return _finish(
-        file.model,
-        model,
-        config,
-        tokenizer,
-        eos_token_ids=gguf_tokenizer.eos_token_ids(file),
-        quantization=file.most_common_type,
-        declared_pooling=declared,
-    )
+def load_pieces(files: ModelFiles, dtype_policy: DtypePolicy) -> Pieces[LoadedModel]:
+    """Read the weights, some PIECE_BYTES at a time. Raises ModelLoadError as load()."""
+    if isinstance(files.source, GgufFile):
+        return _load_gguf(files, files.source, dtype_policy)
+    return _load_folder(files, files.source, dtype_policy)
+
+
+def _load_gguf(files: ModelFiles, file: GgufFile, dtype_policy: DtypePolicy) -> Pieces[LoadedModel]:
+    model = yield from gguf.build_pieces(file, files.config, quantized=dtype_policy == "keep", size=PIECE_BYTES)
+    return _finish(file.model, model, files.config, files, quantization=file.most_common_type)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,65 +145,67 @@ class _Folder:
         return content
 
 
-def _load_folder(folder: _Folder, dtype_policy: DtypePolicy) -> LoadedModel:
+def _open_folder(folder: _Folder) -> ModelFiles:
     declared = folder.read_json("config.json")
     if declared is None:
         raise folder.unusable("it has no config.json, so it is not a model folder")
     _check_runnable(folder, declared)
     _check_weight_files(folder)
     tokenizer = _load_tokenizer(folder)
+    eos_token_ids = _eos_token_ids(declared, folder.read_json("generation_config.json") or {}, tokenizer)
     try:
         declared_pooling = pooling.of_folder(folder.path)
     except UnsupportedPooling as error:
         raise folder.unusable(str(error)) from error
+    return ModelFiles(folder, declared, tokenizer, eos_token_ids, declared_pooling)
+
+
+def _load_folder(files: ModelFiles, folder: _Folder, dtype_policy: DtypePolicy) -> Pieces[LoadedModel]:
     try:
         model, config = load_model(folder.path, lazy=True, trust_remote_code=False)
+        yield
         quantization = _describe_quantization(model, config)
         if dtype_policy == "float32":
-            _to_float32(model)
+            yield from _to_float32(model)
+        yield from _evaluate(model)
         # The whole module tree and not only its parameters: RoPE frequencies and other constants are lazy too.
         mx.eval(model)
     except Exception as error:  # mlx-lm and mlx raise whatever the files led them to
-        own_code = " (it comes with its own code, which mlxserve never runs)" if "auto_map" in declared else ""
+        own_code = " (it comes with its own code, which mlxserve never runs)" if "auto_map" in files.config else ""
         raise folder.unusable(f"mlx-lm cannot load it{own_code}: {type(error).__name__}: {error}") from error
     mx.clear_cache()
-    eos_token_ids = _eos_token_ids(declared, folder.read_json("generation_config.json") or {}, tokenizer)
-    return _finish(
-        folder.model,
-        model,
-        config,
-        tokenizer,
-        eos_token_ids=eos_token_ids,
-        quantization=quantization,
-        declared_pooling=declared_pooling,
-    )
+    return _finish(folder.model, model, config, files, quantization=quantization)
+
+
+def _evaluate(model: nn.Module) -> Pieces[None]:
+    """Read the parameters that are still lazy."""
+    batch: list[mx.array] = []
+    for _, array in tree_flatten(model.parameters()):
+        batch.append(array)
+        if sum(each.nbytes for each in batch) >= PIECE_BYTES:
+            mx.eval(batch)
+            batch.clear()
+            yield
 
 
 def _finish(
-    name: str,
-    model: nn.Module,
-    config: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    eos_token_ids: frozenset[int],
-    quantization: str,
-    declared_pooling: Pooling | None,
+    name: str, model: nn.Module, config: dict[str, Any], files: ModelFiles, *, quantization: str
 ) -> LoadedModel:
-    if not eos_token_ids:
+    if not files.eos_token_ids:
         logger.warning("%s names no end-of-sequence token: answers end only at max_tokens or a stop string", name)
     return LoadedModel(
         name=name,
         model=model,
         config=config,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
+        tokenizer=files.tokenizer,
+        eos_token_ids=files.eos_token_ids,
         context_length=_context_length(name, model, config),
         num_parameters=get_total_parameters(model),
         weight_bytes=sum(array.nbytes for _, array in tree_flatten(model.parameters())),
         quantization=quantization,
         architecture=config["model_type"],
-        pooling=declared_pooling or Pooling.LAST,
-        makes_embeddings=declared_pooling is not None,
+        pooling=files.declared_pooling or Pooling.LAST,
+        makes_embeddings=files.declared_pooling is not None,
     )
 
 
@@ -234,13 +258,14 @@ def _load_tokenizer(folder: _Folder) -> PreTrainedTokenizerBase:
         raise folder.unusable(f"its tokenizer cannot be loaded: {type(error).__name__}: {error}") from error
 
 
-def _to_float32(model: nn.Module) -> None:
+def _to_float32(model: nn.Module) -> Pieces[None]:
     """Make every weight plain float32, one layer at a time: at any moment only one layer is there twice.
 
     Raises:
         NotImplementedError: a quantised layer without a plain counterpart.
     """
     modules = model.named_modules()
+    num_bytes = 0
     while modules:
         path, module = modules.pop()
         if "scales" in module:
@@ -251,6 +276,10 @@ def _to_float32(model: nn.Module) -> None:
             if isinstance(value, mx.array) and mx.issubdtype(value.dtype, mx.floating):
                 module[key] = value.astype(mx.float32)
                 mx.eval(module[key])
+                num_bytes += module[key].nbytes
+        if num_bytes >= PIECE_BYTES:
+            num_bytes = 0
+            yield
 
 
 def _dequantized(path: str, layer: nn.Module) -> nn.Module:

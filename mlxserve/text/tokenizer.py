@@ -1,5 +1,6 @@
 """A model's tokenizer: text to token ids, and what each token stands for."""
 
+import copy
 import json
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +40,13 @@ class Tokenizer:
         self._length_bound = LengthBound.from_description(
             description, self.decoder, longest_token=max(map(len, self._bytes.values()))
         )
+
+    def with_template(self, chat_template: str) -> "Tokenizer":
+        """The same vocabulary, shared, with another chat template."""
+        other = copy.copy(self)
+        other.hf_tokenizer = copy.copy(self.hf_tokenizer)
+        other.hf_tokenizer.chat_template = chat_template
+        return other
 
     def difference(self, other: "Tokenizer") -> str | None:
         """What tells the vocabularies apart, in words about `other`; None if every token id means the same in both."""

@@ -15,6 +15,7 @@ export const STAGES = [
 
 const STATES = {
   front_end: "front end",
+  loading: "model loading",
   queued: "queued",
   prefill: "prefill",
   decode: "decode",
