@@ -1,5 +1,6 @@
 """The Starlette app: all routes, and what stands around them."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -13,10 +14,11 @@ from starlette.routing import Route
 from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
+from mlxserve.api.ollama.routes import OllamaRoutes
 from mlxserve.api.openai.routes import OpenAIRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
-from mlxserve.api.security import Security
+from mlxserve.api.security import Security, is_loopback
 from mlxserve.config import ServerConfig
 from mlxserve.errors import MlxserveError
 
@@ -39,7 +41,20 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
     async def scrape(request: Request) -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    async def root(request: Request) -> Response:
+        """The page for browsers, and for Ollama's clients what they know it by."""
+        answer = page.get_file if "text/html" in request.headers.get("accept", "") else ollama.running
+        response = await answer(request)
+        response.headers.add_vary_header("Accept")
+        return response
+
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    ollama = OllamaRoutes(
+        host,
+        max_body_bytes=config.max_body_bytes,
+        allow_pull=is_loopback(config.host) if config.allow_pull is None else config.allow_pull,
+        model_dirs=[Path(folder) for folder in config.model_dirs],
+    )
     debug = DebugRoutes(host)
     page = PageRoutes(read_files())
     app = Starlette(
@@ -48,6 +63,8 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             Route("/metrics", scrape),
             *debug.routes(),
             *openai.routes(),
+            *ollama.routes(),
+            Route("/", root),
             *page.routes(),
         ],
         middleware=[

@@ -182,14 +182,14 @@ class ServedModel:
         for request_id in ids:
             if request_id in self._in_flight:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
-        num_prompt_tokens = len(prompt_ids)
-        if num_prompt_tokens + (not request.wants_embedding) > self.context_length:
+        num_prompt_tokens, limit = len(prompt_ids), self._context_length(request)
+        if num_prompt_tokens + (not request.wants_embedding) > limit:
             room = "does not fit into" if request.wants_embedding else "leaves no room for an answer within"
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and {room} the context length of {self.context_length} "
-                "tokens; shorten it",
+                f"the prompt has {num_prompt_tokens} tokens and {room} the context length of {limit} tokens; "
+                "shorten it",
                 num_tokens=num_prompt_tokens,
-                limit=self.context_length,
+                limit=limit,
                 param="messages" if isinstance(request.prompt, ChatPrompt) else request.prompt.param,
             )
         timeline.tokenised = time.monotonic()
@@ -213,9 +213,10 @@ class ServedModel:
         sampling = request.sampling
         if index > 0 and sampling.prompt_logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=None)
-        max_tokens = sampling.max_tokens or self.context_length
+        limit = self._context_length(request)
+        max_tokens = sampling.max_tokens or limit
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
-        max_total_tokens = min(self.context_length, len(prompt_ids) + max_tokens)
+        max_total_tokens = min(limit, len(prompt_ids) + max_tokens)
         if request.wants_embedding:
             # Room for a token that never comes.
             max_total_tokens = len(prompt_ids) + 1
@@ -265,7 +266,7 @@ class ServedModel:
 
         if request.wants_embedding:
             return self._read_embedded(request), [None] * num_samples
-        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self.context_length, rendered)
+        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self._context_length(request), rendered)
         grammar = request.grammar
         if grammar is None:
             return prompt_ids, [None] * num_samples
@@ -332,6 +333,10 @@ class ServedModel:
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
             )
+
+    def _context_length(self, request: GenerationRequest) -> int:
+        asked = request.context_length
+        return self.context_length if asked is None else min(asked, self.context_length)
 
     def _speculation(self, request: GenerationRequest) -> Speculation:
         """Raises InvalidParameter: the request asks for a kind that this model does not have."""
