@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import uvicorn
+from fake_library import FakeLibrary
 from starlette.types import ASGIApp
 
 from mlxserve.core.generation import (
@@ -16,11 +17,14 @@ from mlxserve.core.generation import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    Prompt,
     PromptLogprobs,
+    ReasoningDelta,
     TextDelta,
     TextPrompt,
     Timings,
     TokenPrompt,
+    ToolCallDelta,
     Usage,
 )
 from mlxserve.core.request import FinishReason
@@ -54,6 +58,10 @@ class Script:
     """What happens to the requests of a test."""
 
     text: str = "Hello, world!"
+    reasoning: str = ""
+    """What is thought before `text`."""
+    tool_calls: tuple[tuple[str, str], ...] = ()
+    """Names and arguments of the calls after `text`."""
     endless: bool = False
     """Say `text` over and over until cancelled."""
     load: Gate | None = None
@@ -82,6 +90,20 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class LoadedInfo:
+    name: str
+    size: int = 1_000_000
+    context_length: int = CONTEXT_LENGTH
+    expires_at: float | None = 1_800_000_000.25
+    digest: str = "0f" * 32
+    architecture: str = "fake"
+    family: str = "fake"
+    num_parameters: int = 134_515_008
+    quantization: str = "4-bit"
+    num_in_flight: int = 0
+
+
+@dataclass(frozen=True)
 class HealthStatus:
     ok: bool
     detail: str
@@ -102,6 +124,10 @@ class FakeHost:
     names: tuple[str, ...] = ("fake", "org/fake-4bit")
     default_sampling: dict[str, float | int] = field(default_factory=dict)
     healthy: bool = True
+    keep_alives: list[float | None] = field(default_factory=list)
+    """What each lease, and each preload, was asked for with."""
+    loaded_models: "list[LoadedInfo]" = field(default_factory=list)
+    library: FakeLibrary = field(default_factory=FakeLibrary)
     requests: list[GenerationRequest] = field(default_factory=list)
     """Every request that reached generate()."""
     abandoned: list[str] = field(default_factory=list)
@@ -123,9 +149,25 @@ class FakeHost:
         return FakeModel(name, self)
 
     async def acquire(self, name: str, *, keep_alive: float | None = None) -> "FakeLease":
+        self.keep_alives.append(keep_alive)
         lease = FakeLease(await self.get(name), self)
         self.leases.append(lease)
         return lease
+
+    async def preload(self, name: str, *, keep_alive: float | None = None) -> None:
+        self.keep_alives.append(keep_alive)
+        await self.get(name)
+        if all(info.name != name for info in self.loaded_models):
+            self.loaded_models.append(LoadedInfo(name))
+
+    async def unload(self, name: str) -> None:
+        found = [info for info in self.loaded_models if info.name == name]
+        if not found:
+            raise ModelNotFound(f"{name} is not loaded", model=name)
+        self.loaded_models.remove(found[0])
+
+    def loaded(self) -> "list[LoadedInfo]":
+        return list(self.loaded_models)
 
     def models(self) -> list[ModelInfo]:
         return [ModelInfo(name) for name in self.names]
@@ -139,6 +181,9 @@ class FakeHost:
     def reset(self) -> None:
         self.script = Script()
         self.default_sampling = {}
+        self.keep_alives.clear()
+        self.loaded_models.clear()
+        self.library = FakeLibrary()
         self.requests.clear()
         self.abandoned.clear()
         self.cancelled.clear()
@@ -179,7 +224,7 @@ class FakeModel:
         await self._host._pass(script.tokenise, request.request_id)
         if script.refusal is not None:
             raise script.refusal
-        num_tokens = num_prompt_tokens(request)
+        num_tokens = num_prompt_tokens(request.prompt)
         if num_tokens >= CONTEXT_LENGTH:
             raise ContextLengthExceeded(
                 f"the prompt has {num_tokens} tokens, the model takes {CONTEXT_LENGTH}",
@@ -189,8 +234,8 @@ class FakeModel:
         return FakeGeneration(request, script, self._host)
 
 
-def num_prompt_tokens(request: GenerationRequest) -> int:
-    match request.prompt:
+def num_prompt_tokens(prompt: Prompt) -> int:
+    match prompt:
         case ChatPrompt(messages=messages):
             return sum(len(message["content"].encode()) for message in messages)
         case TextPrompt(text=text):
@@ -221,7 +266,7 @@ class FakeLease:
 class FakeGeneration:
     def __init__(self, request: GenerationRequest, script: Script, host: FakeHost, index: int = 0) -> None:
         self.request_id = request.request_id
-        self.num_prompt_tokens = num_prompt_tokens(request)
+        self.num_prompt_tokens = num_prompt_tokens(request.prompt)
         self._request = request
         self._script = script
         self._host = host
@@ -230,6 +275,7 @@ class FakeGeneration:
         self._index = index
         self._events = self._run()
         self._ended = False
+        self._answer_ids: list[int] = []
 
     def __aiter__(self) -> "FakeGeneration":
         return self
@@ -247,6 +293,11 @@ class FakeGeneration:
             self._ended = True
             self._host.cancelled.append(self.request_id)
 
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's bytes, and those of the answer that were given out."""
+        return [*prompt_bytes(self._request), *self._answer_ids]
+
     async def _run(self):
         if self._script.first_token is not None:
             await self._script.first_token.wait()
@@ -259,16 +310,17 @@ class FakeGeneration:
         for stop in self._request.stop:
             if stop in text:
                 text, stop_string = text[: text.index(stop)], stop
+        calls = () if stop_string else self._script.tool_calls
         limit = self._request.sampling.max_tokens
         num_tokens = 0
         while True:
-            for character in text:
-                tokens = tuple(map(self._token, character.encode()))
-                if limit is not None and num_tokens + len(tokens) > limit:
+            for delta in self._deltas(text, calls):
+                if limit is not None and num_tokens + len(delta.tokens) > limit:
                     reason = FinishReason.LENGTH
                     break
-                num_tokens += len(tokens)
-                yield TextDelta(character, tokens)
+                num_tokens += len(delta.tokens)
+                self._answer_ids += [token.token_id for token in delta.tokens]
+                yield delta
             if not self._script.endless:
                 break
             await asyncio.sleep(0.001)
@@ -278,8 +330,25 @@ class FakeGeneration:
         if not self._script.finishes:
             return
         num_cached_tokens = self.num_prompt_tokens - 1 if self._index else self._script.num_cached_tokens
-        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens)
-        yield Finished(reason, stop_string, usage, TIMINGS)
+        num_reasoning_tokens = min(num_tokens, len(self._script.reasoning.encode()))
+        usage = Usage(self.num_prompt_tokens, num_cached_tokens, num_tokens, num_reasoning_tokens=num_reasoning_tokens)
+        yield Finished(reason, stop_string, usage, TIMINGS, len(calls))
+
+    def _deltas(
+        self, text: str, calls: tuple[tuple[str, str], ...]
+    ) -> Iterator[TextDelta | ReasoningDelta | ToolCallDelta]:
+        """Thoughts, text and calls, a character each; a call begins with its name, which costs nothing."""
+        for character in self._script.reasoning:
+            yield ReasoningDelta(character, self._tokens(character))
+        for character in text:
+            yield TextDelta(character, self._tokens(character))
+        for index, (name, arguments) in enumerate(calls):
+            yield ToolCallDelta(index, f"call_{index}", name, "", ())
+            for character in arguments:
+                yield ToolCallDelta(index, f"call_{index}", None, character, self._tokens(character))
+
+    def _tokens(self, text: str) -> tuple[SampledToken, ...]:
+        return tuple(map(self._token, text.encode()))
 
     def _token(self, byte: int) -> SampledToken:
         """Every token has half the probability, the next `k` byte values have less and less."""

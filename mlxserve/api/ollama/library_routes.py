@@ -90,6 +90,8 @@ class LibraryRoutes:
 
     async def create(self, request: Request) -> Response:
         body = await read(request, CreateRequest, self._max_body_bytes)
+        if body.parameters is not None:
+            body.parameters.log_unused(request.state.request_id)
         base, is_path = known_name(body.base), _looks_like_path(body.base)
         if is_path:
             base = await asyncio.to_thread(self._allowed_path, body.base)

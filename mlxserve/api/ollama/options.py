@@ -125,8 +125,8 @@ class Options(WireModel):
         )
 
     def as_parameters(self) -> dict[str, Any]:
-        """Those that are given, by Ollama's names."""
-        return self.model_dump(exclude_none=True)
+        """Those with an effect that are given, by Ollama's names."""
+        return self.model_dump(exclude_none=True, exclude=set(WITHOUT_EFFECT | (self.model_extra or {}).keys()))
 
     def log_unused(self, request_id: str) -> None:
         """Say in the log which of the options change nothing."""
