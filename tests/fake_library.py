@@ -34,9 +34,7 @@ class StoredModel:
 class FakeLibrary:
     stored: list[StoredModel] = field(
         default_factory=lambda: [
-            StoredModel(
-                "fake", parameters={"temperature": 0.2, "repetition_penalty": 1.1, "stop": ["<|im_end|>", '"']}
-            ),
+            StoredModel("fake", parameters={"temperature": 0.2, "repetition_penalty": 1.1, "stop": ["<end>", '"']}),
             StoredModel("org/fake-4bit", modified=1_800_000_000.0, format="safetensors", license=None, template=None),
         ]
     )

@@ -10,9 +10,14 @@ from starlette.types import Receive, Scope, Send
 # Proxies that collect what passes through them would turn a stream into a wait.
 HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
+# JSON may have them as they are, and clients that split text at every end of a line that Unicode knows, as httpx does,
+# would cut an object in two.
+_LINE_ENDS = {ord(character): f"\\u{ord(character):04x}" for character in "\x85\u2028\u2029"}
+
 
 def line(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+    text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.translate(_LINE_ENDS).encode() + b"\n"
 
 
 class LineStream(StreamingResponse):
