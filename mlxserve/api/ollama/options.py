@@ -18,7 +18,6 @@ logger = logging.getLogger(__name__)
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 500
 MAX_NAMES_LOGGED = 20
-MAX_INT = 2**63
 
 DEFAULTS: Mapping[str, float | int] = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "repeat_last_n": 64}
 """Ollama's, where they differ from SamplingParams; for what neither the client nor the model says."""
@@ -48,7 +47,8 @@ def _text_or_list(value: Any) -> str | None:
     return ":list" if isinstance(value, list) else None
 
 
-Whole = Annotated[int, BeforeValidator(_whole), Field(ge=-MAX_INT, lt=MAX_INT)]
+MAY_HAVE_A_POINT = BeforeValidator(_whole)
+Whole = Annotated[int, MAY_HAVE_A_POINT]
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopString, Tag(":text")]
@@ -61,20 +61,20 @@ class Options(WireModel):
     model_config = ConfigDict(extra="allow")
 
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_k: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
+    top_k: Annotated[int, Field(ge=-1), MAY_HAVE_A_POINT] | None = None
     """0 and -1 are both off."""
     top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     typical_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    repeat_last_n: Annotated[int, BeforeValidator(_whole), Field(ge=-1)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1), MAY_HAVE_A_POINT] | None = None
     repeat_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    seed: Whole | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63), MAY_HAVE_A_POINT] | None = None
     """Negative: a random one."""
-    num_predict: Annotated[int, BeforeValidator(_whole), Field(ge=-2)] | None = None
+    num_predict: Annotated[int, Field(ge=-2), MAY_HAVE_A_POINT] | None = None
     """0, -1 and -2: until the context is full."""
-    num_ctx: Annotated[int, BeforeValidator(_whole), Field(ge=0)] | None = None
+    num_ctx: Annotated[int, Field(ge=0), MAY_HAVE_A_POINT] | None = None
     """0: the model's."""
     stop: Stop | None = None
 

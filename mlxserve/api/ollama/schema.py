@@ -57,7 +57,7 @@ def _schema_of_arguments(value: Any) -> Any:
 
 ModelName = Annotated[str, Field(min_length=1, max_length=1000)]
 KeepAlive = Annotated[float | None, BeforeValidator(seconds_of)]
-Images = Annotated[list[Any] | None, unsupported([])]
+Images = Annotated[Any, unsupported([])]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
