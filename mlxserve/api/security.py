@@ -155,7 +155,7 @@ def _preflight_response(headers: Headers) -> Response:
     return Response(
         status_code=204,
         headers={
-            "access-control-allow-methods": "GET, POST, OPTIONS",
+            "access-control-allow-methods": "GET, POST, DELETE, OPTIONS",
             "access-control-allow-headers": headers.get(
                 "access-control-request-headers", "authorization, content-type"
             ),
