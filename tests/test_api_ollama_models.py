@@ -245,7 +245,7 @@ class TestPathsOfCreate:
 
     def test_in_an_allowed_folder(self, folder: Path) -> None:
         host = FakeHost()
-        config = ServerConfig(model_dirs=(str(folder / "allowed"),))
+        config = ServerConfig(model_dirs=(str(folder / "gone"), str(folder / "allowed")))
         with serve(create_app(host, config, Metrics())) as address, httpx.Client(base_url=address) as http:
             for path in (folder / "allowed" / "model", folder / "way-in"):
                 body = {"model": "mine", "from": str(path), "stream": False}

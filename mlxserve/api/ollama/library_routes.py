@@ -130,7 +130,7 @@ class LibraryRoutes:
         )
         try:
             found = Path(path).resolve(strict=True)
-            folders = [folder.expanduser().resolve(strict=True) for folder in self._model_dirs]
+            folders = [folder.expanduser().resolve() for folder in self._model_dirs]
         except (OSError, ValueError, RuntimeError):
             raise refusal from None
         if not Path(path).is_absolute() or not any(found.is_relative_to(folder) for folder in folders):
