@@ -1,5 +1,6 @@
 """Ollama's endpoints that generate, and those about the server and the models it has loaded."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -20,6 +21,7 @@ from mlxserve.api.ollama.library_routes import LibraryRoutes
 from mlxserve.api.ollama.reply import ChatReply, GenerateReply, Logprobs, Part, Reply, chat_message, done, head
 from mlxserve.api.ollama.schema import ChatRequest, GenerateRequest, GenerationFields
 from mlxserve.core.generation import GenerationRequest
+from mlxserve.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
@@ -111,7 +113,11 @@ class OllamaRoutes:
         """Load the model, or with keep_alive 0 unload it; the reason that the answer gives for its end."""
         name = known_name(body.model)
         if body.keep_alive == 0:
-            await until_disconnect(request.receive, self._host.unload(name))
+            try:
+                await until_disconnect(request.receive, self._host.unload(name))
+            except ModelNotFound:
+                # What is here and not loaded is as it is wanted.
+                await asyncio.to_thread(self._host.library.show, name)
             return "unload"
         await until_disconnect(request.receive, self._host.preload(name, keep_alive=body.keep_alive))
         return "load"
