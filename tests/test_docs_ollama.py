@@ -121,6 +121,6 @@ def test_endpoints_are_the_documented_ones() -> None:
 def test_the_fields_of_the_end_are_the_documented_ones() -> None:
     reply = GenerateReply("m", Logprobs(lambda token_id: b"", is_wanted=False))
     finished = Finished(FinishReason.STOP, None, Usage(1, 0, 1), Timings(0, 0, 0, 0, 0, 0))
-    end = reply.last(finished, []).keys() - reply.line(Part()).keys()
+    end = reply.end(Part(), finished, []).keys() - reply.line(Part()).keys()
     assert set(by_name(table(PAGE, "## Streams"))) == end
     assert durations(finished).keys() < end

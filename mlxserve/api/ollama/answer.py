@@ -63,7 +63,7 @@ class Answer:
         parts: list[Part] = []
         async for item in self._items():
             if isinstance(item, Finished):
-                return self.reply.whole(_joined(parts), item, self.generation.token_ids)
+                return self.reply.end(_joined(parts), item, self.generation.token_ids)
             parts.append(item)
         raise EngineError(_NO_END)
 
@@ -72,7 +72,7 @@ class Answer:
         try:
             async for item in self._items():
                 if isinstance(item, Finished):
-                    yield line(self.reply.last(item, self.generation.token_ids))
+                    yield line(self.reply.end(Part(), item, self.generation.token_ids))
                 elif item.text or item.thinking or item.calls or (self.reply.logprobs.is_wanted and item.tokens):
                     yield line(self.reply.line(item))
         except Exception as error:

@@ -1,7 +1,7 @@
 """From the pieces of an answer to the wire: lines of a stream, or one object.
 
-Both kinds of answers have a class with the same methods: `line()` gives a piece of a stream, `last()` its end, and
-`whole()` everything in one object.
+Both kinds of answers have a class with the same methods: `line()` gives a piece of a stream; `end()` the object that says
+how it ended, with all of the answer in it where it is the only one.
 """
 
 import time
@@ -78,15 +78,16 @@ class GenerateReply:
     def line(self, part: Part) -> dict[str, Any]:
         return {**self._head(part), "done": False, **self.logprobs.of(part.tokens)}
 
-    def last(self, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
-        return self._end(Part(), finished, token_ids)
-
-    def whole(self, part: Part, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
-        return {**self._end(part, finished, token_ids), **self.logprobs.of(part.tokens)}
-
-    def _end(self, part: Part, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
+    def end(self, part: Part, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
+        """`token_ids`: of prompt and answer."""
         context = {"context": token_ids} if self.gives_context else {}
-        return {**self._head(part), **done(finished.reason.value), **context, **durations(finished)}
+        return {
+            **self._head(part),
+            **done(finished.reason.value),
+            **context,
+            **durations(finished),
+            **self.logprobs.of(part.tokens),
+        }
 
     def _head(self, part: Part) -> dict[str, Any]:
         thinking = {"thinking": part.thinking} if part.thinking else {}
@@ -104,12 +105,13 @@ class ChatReply:
     def line(self, part: Part) -> dict[str, Any]:
         return {**self._head(part), "done": False, **self.logprobs.of(part.tokens)}
 
-    def last(self, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
-        return {**self._head(Part()), **done(finished.reason.value), **durations(finished)}
-
-    def whole(self, part: Part, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
-        end = {**done(finished.reason.value), **durations(finished)}
-        return {**self._head(part), **end, **self.logprobs.of(part.tokens)}
+    def end(self, part: Part, finished: Finished, token_ids: list[int]) -> dict[str, Any]:
+        return {
+            **self._head(part),
+            **done(finished.reason.value),
+            **durations(finished),
+            **self.logprobs.of(part.tokens),
+        }
 
     def _head(self, part: Part) -> dict[str, Any]:
         return {**head(self.model), "message": chat_message(part)}
