@@ -1,7 +1,7 @@
 """From the pieces of an answer to the wire: lines of a stream, or one object.
 
-Both kinds of answers have a class with the same methods: `line()` gives a piece of a stream; `end()` the object that says
-how it ended, with all of the answer in it where it is the only one.
+Both kinds of answers have a class with the same methods: `line()` gives a piece of a stream; `end()` the object that
+says how it ended, with all of the answer in it where it is the only one.
 """
 
 import time
