@@ -5,8 +5,10 @@ in the config file `name`. The file is TOML, at `config_file()`.
 """
 
 import dataclasses
+import difflib
 import math
 import os
+import re
 import tomllib
 import types
 import typing
@@ -21,6 +23,8 @@ from mlxserve.errors import ConfigError
 
 SPECULATION_KINDS = ("auto", "ngram", "draft", "off")
 ENV_PREFIX = "MLXSERVE_"
+OTHER_VARIABLES = ("CONFIG_DIR", "CACHE_DIR", "DEBUG", "PYTHON")
+"""Variables with this prefix that are no settings."""
 DEFAULT_PORT = 11711
 
 
@@ -220,6 +224,21 @@ def build(settings: Mapping[str, Setting]) -> tuple[EngineConfig, ServerConfig]:
     return EngineConfig(**pick(EngineConfig)), ServerConfig(**pick(ServerConfig))
 
 
+def unknown_variables(environ: Mapping[str, str] | None = None) -> list[str]:
+    """One warning for each variable that looks like a setting and is none, so that a slip of the pen is noticed."""
+    environ = os.environ if environ is None else environ
+    fields = (spec.name.upper() for config in (EngineConfig, ServerConfig) for spec in dataclasses.fields(config))
+    known = {*fields, *OTHER_VARIABLES}
+    warnings = []
+    for variable in sorted(environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name != variable and name not in known and not name.startswith("TEST_"):
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {ENV_PREFIX}{close[0]}?" if close else "`mlxserve config` lists the settings"
+            warnings.append(f"{variable} is set and means nothing to mlxserve; {hint}")
+    return warnings
+
+
 def load_config(**flags: Any) -> tuple[EngineConfig, ServerConfig]:
     """resolve() and build() in one call, with flags by name."""
     return build(resolve(flags))
@@ -286,6 +305,34 @@ def parse_size(text: str) -> int:
     if number != int(number):
         raise ValueError("a whole number is needed")
     return int(number)
+
+
+_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)"
+_DURATION = re.compile(rf"([+-]?)((?:{_DURATION_PART})+)")
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds: a number of them (300, "300"), or as Go writes durations: "5m", "1h30m", "1.5s", "500ms"; also "d" for
+    days. What is negative means for ever, wherever a duration may be that.
+
+    Raises:
+        ValueError: not such a duration.
+    """
+    if isinstance(text, str):
+        text = text.strip().lower()
+        if (match := _DURATION.fullmatch(text)) is not None:
+            parts = re.findall(_DURATION_PART, match[2])
+            seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
+            return -seconds if match[1] == "-" else seconds
+    try:
+        # A boolean is an int to Python, and none to who writes `keep_alive: true`.
+        seconds = math.nan if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError):
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
+    return seconds
 
 
 def _require(condition: bool, message: str) -> None:

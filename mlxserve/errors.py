@@ -5,7 +5,10 @@
     |-- ModelError
     |   |-- ModelNotFound           no such model here
     |   |-- ModelLoadError          the files are there and cannot be used
+    |   |   `-- ModelTooLarge       they do not fit into this machine's memory; carries both numbers
+    |   |-- ModelInUse              it cannot be removed or written over: somebody needs it
     |   `-- DownloadError           the hub did not give the files
+    |       `-- DownloadCancelled   nobody wants them any more
     |-- RequestError                this request is wrong; `param` names the field
     |   |-- InvalidParameter
     |   |-- ContextLengthExceeded   prompt (plus answer) does not fit; carries both numbers
@@ -47,8 +50,25 @@ class ModelLoadError(ModelError):
     """The files exist and cannot be used; the message names the file and the reason."""
 
 
+class ModelTooLarge(ModelLoadError):
+    """The model needs `needed` bytes of memory and may take `limit`."""
+
+    def __init__(self, message: str, *, model: str, needed: int, limit: int) -> None:
+        super().__init__(message, model=model)
+        self.needed = needed
+        self.limit = limit
+
+
+class ModelInUse(ModelError):
+    """The model cannot be removed: it is loaded, or another name needs its files."""
+
+
 class DownloadError(ModelError):
     """The hub did not give the files."""
+
+
+class DownloadCancelled(DownloadError):
+    """Whoever asked for the download gave it up; what has come of it is kept."""
 
 
 class RequestError(MlxserveError):

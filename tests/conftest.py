@@ -1,8 +1,12 @@
 """Shared by all tests. The BLAS must be there before anything imports mlx, which collecting the tests does."""
 
+import io
 import os
+import socket
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,9 +19,12 @@ if TYPE_CHECKING:
     import openai
     from fake_engine import FakeHost
     from helpers_browser import Site
+    from helpers_cli import Done
     from playwright.sync_api import Browser
 
     from mlxserve.bench.prompts import PromptMaker
+
+REPOSITORY = Path(__file__).parent.parent
 
 # Settings of whoever runs the tests must not decide what they find; two users must not share what they write.
 for name in [name for name in os.environ if name.startswith("MLXSERVE_") and not name.startswith("MLXSERVE_TEST_")]:
@@ -55,6 +62,62 @@ def prompts(tokenizer_file: Path) -> "PromptMaker":
     from mlxserve.bench.prompts import PromptMaker
 
     return PromptMaker(Tokenizer.from_file(str(tokenizer_file)))
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    """An environment without the settings of whoever runs the tests."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("MLXSERVE_")}
+    paths = {"MLXSERVE_CONFIG_DIR": str(tmp_path), "MLXSERVE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
+    return clean | paths | {"COLUMNS": "80"}
+
+
+@pytest.fixture
+def mlxserve(
+    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
+) -> "Callable[..., Done]":
+    """Run a command in this process, over the fake model."""
+    from fake_cli import open_fake
+    from helpers_cli import Done
+
+    from mlxserve.cli import app
+    from mlxserve.cli import run as run_command
+
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(run_command, "open_backend", open_fake)
+    monkeypatch.setattr(run_command.logs, "configure", lambda level: None)
+
+    def call(*args: str, stdin: bytes = b"", **env: str) -> "Done":
+        monkeypatch.setattr(os, "environ", environment | env)
+        monkeypatch.setattr(sys, "argv", ["mlxserve", *args])
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        try:
+            app.main()
+        except SystemExit as ended:
+            return Done(ended.code, *capsysbinary.readouterr())
+        raise AssertionError("main() returned instead of exiting")
+
+    return call
+
+
+@pytest.fixture
+def process(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[bytes]]:
+    """Run a command in a process of its own."""
+
+    def call(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
+        command = [sys.executable, str(REPOSITORY / "tests" / "fake_cli.py"), *args]
+        return subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment | env, timeout=60, check=False
+        )
+
+    return call
+
+
+@pytest.fixture
+def free_port() -> int:
+    """One that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
 
 
 @pytest.fixture(scope="module")

@@ -11,9 +11,9 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from mlxserve.cli import app, run
-from mlxserve.cli.chat_backend import Message, ModelFacts
+from mlxserve.cli.chat_backend import AnswerEvent, Message, ModelFacts
 from mlxserve.cli.parameters import ChatParameters
-from mlxserve.core.generation import Finished, Timings, Usage
+from mlxserve.core.generation import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from mlxserve.core.request import FinishReason
 from mlxserve.errors import EngineError, ModelLoadError
 
@@ -29,17 +29,31 @@ class FakeBackend:
     def __init__(self) -> None:
         self.requests: list[tuple[list[Message], ChatParameters]] = []
         self.closed = False
+        self.kept: float | None = None
+        self.is_broken = False
 
-    async def load(self) -> float:
+    async def load(self, keep_alive: float | None = None) -> float:
+        if self.is_broken:
+            raise ModelLoadError("the fake model is broken", model="broken")
+        self.kept = keep_alive
         return 2.5
 
-    def facts(self) -> ModelFacts:
-        return ModelFacts({"model": "fake", "context length": "77"}, {"temperature": 0.7}, template="{{ messages }}")
+    async def facts(self) -> ModelFacts:
+        rows = {"model": "fake", "context length": "77"}
+        return ModelFacts(rows, {"temperature": 0.7}, template="{{ messages }}", context_length=77)
 
-    async def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[str | Finished, None]:
+    async def models(self) -> list[str]:
+        return ["fake", "other"]
+
+    async def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[AnswerEvent, None]:
         self.requests.append((messages, parameters))
+        async for event in self._answer(messages):
+            yield TextDelta(event, ()) if isinstance(event, str) else event
+        yield FINISHED
+
+    async def _answer(self, messages: list[Message]) -> AsyncGenerator[str | ReasoningDelta, None]:
         match messages[-1]["content"]:
-            case "fail":
+            case content if content.split("\n\n")[-1] == "fail":
                 raise EngineError("the fake failed as it was told to")
             case "endless":
                 yield "one "
@@ -50,12 +64,18 @@ class FakeBackend:
                     await asyncio.sleep(0)
             case "recount":
                 yield " | ".join(f"{message['role']}: {message['content']}" for message in messages)
+            case "ponder":
+                for thought in ("\nHm, ", "let me see."):
+                    yield ReasoningDelta(thought, ())
+                yield "42"
+            case "markdown":
+                for piece in ("# Title\n\nSome *text*\nand ", "more.\n\n- one\n- two\n"):
+                    yield piece
             case "controls":
                 yield "\x1b[2Jred\x9b1m\ttab\n"
             case content:
                 yield "You said: "
                 yield content
-        yield FINISHED
 
     async def close(self) -> None:
         self.closed = True

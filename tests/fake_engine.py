@@ -4,7 +4,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +17,8 @@ from mlxserve.core.generation import (
     Finished,
     GenerationEvent,
     GenerationRequest,
+    InfillPrompt,
+    PrefillProgress,
     Prompt,
     PromptLogprobs,
     ReasoningDelta,
@@ -62,6 +64,8 @@ class Script:
     """What is thought before `text`."""
     tool_calls: tuple[tuple[str, str], ...] = ()
     """Names and arguments of the calls after `text`."""
+    full_after: int | None = None
+    """So many tokens fit into the context behind the prompt."""
     endless: bool = False
     """Say `text` over and over until cancelled."""
     load: Gate | None = None
@@ -114,6 +118,19 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int) -> bytes:
         return bytes([token_id])
+
+
+class ByteTexts:
+    """engine.text_service.TextService without a tokenizer; its special token is 0."""
+
+    async def tokenize(self, text: str, *, add_special_tokens: bool, param: str) -> list[int]:
+        return [0] * add_special_tokens + list(text.encode())
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
+
+    async def render(self, prompt: ChatPrompt) -> str:
+        return "".join(f"<{message['role']}>{message['content']}" for message in prompt.messages)
 
 
 @dataclass
@@ -200,6 +217,7 @@ class FakeHost:
 class FakeModel:
     context_length = CONTEXT_LENGTH
     tokenizer = ByteTokenizer()
+    text = ByteTexts()
 
     def __init__(self, name: str, host: FakeHost) -> None:
         self.name = name
@@ -217,6 +235,10 @@ class FakeModel:
             sample = replace(request, request_id=f"{request.request_id}-{index}", sampling=sampling)
             samples.append(FakeGeneration(sample, self._host.script, self._host, index))
         return samples
+
+    async def count_tokens(self, prompt: Prompt) -> int:
+        await self._host._pass(self._host.script.tokenise, "count")
+        return num_prompt_tokens(prompt)
 
     async def generate(self, request: GenerationRequest) -> "FakeGeneration":
         script = self._host.script
@@ -240,6 +262,8 @@ def num_prompt_tokens(prompt: Prompt) -> int:
             return sum(len(message["content"].encode()) for message in messages)
         case TextPrompt(text=text):
             return len(text.encode())
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            return len((prefix + suffix).encode())
         case TokenPrompt(token_ids=token_ids):
             return len(token_ids)
 
@@ -250,6 +274,8 @@ def prompt_bytes(request: GenerationRequest) -> bytes:
             return "".join(message["content"] for message in messages).encode()
         case TextPrompt(text=text):
             return text.encode()
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            return (prefix + suffix).encode()
         case TokenPrompt(token_ids=token_ids):
             return bytes(token_ids)
 
@@ -302,6 +328,11 @@ class FakeGeneration:
         if self._script.first_token is not None:
             await self._script.first_token.wait()
         text, reason, stop_string = self._text, FinishReason.STOP, None
+        if self._request.wants_progress:
+            for num_computed in (self.num_prompt_tokens // 2, self.num_prompt_tokens):
+                yield PrefillProgress(
+                    self.num_prompt_tokens, self._script.num_cached_tokens, num_computed, TIMINGS.prefill
+                )
         if self._request.sampling.prompt_logprobs is not None:
             # The samples after the first one are ahead of it.
             await asyncio.sleep(0.02)
@@ -311,7 +342,8 @@ class FakeGeneration:
             if stop in text:
                 text, stop_string = text[: text.index(stop)], stop
         calls = () if stop_string else self._script.tool_calls
-        limit = self._request.sampling.max_tokens
+        limits = [self._request.sampling.max_tokens, self._script.full_after]
+        limit = min((each for each in limits if each is not None), default=None)
         num_tokens = 0
         while True:
             for delta in self._deltas(text, calls):

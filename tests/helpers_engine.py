@@ -4,20 +4,21 @@ import asyncio
 import contextlib
 import functools
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 import pytest
 import tiny_tokenizers
 from helpers_scheduler import BLOCK_SIZE, next_state
 
 from mlxserve.config import EngineConfig
-from mlxserve.core.constraint import Grammar
+from mlxserve.core.constraint import Grammar, MaskSource
 from mlxserve.core.generation import Finished, GenerationRequest, TextDelta, TextPrompt
 from mlxserve.core.request import FinishReason, Pooling
 from mlxserve.core.sampling_params import SamplingParams
@@ -198,6 +199,33 @@ class FakeRunner:
         return state
 
 
+class ScriptedRunner(FakeRunner):
+    """Answers with the tokens it is given, then end-of-sequence; or, where a row is constrained, with the first of them
+    that its mask allows, and else with the lowest token that is allowed."""
+
+    def __init__(self, token_ids: Sequence[int], eos_token_id: int) -> None:
+        super().__init__()
+        self._token_ids = [*token_ids, eos_token_id]
+        self.num_refused = 0
+        """Tokens that were not allowed."""
+
+    def run(self, step: ScheduledStep, masks: MaskSource | None = None) -> StepResult:
+        result = super().run(step)
+        found = masks(step, {}) if masks is not None and any(row.is_constrained for row in step.decode) else None
+        if found is not None:
+            assert not found.failures, found.failures
+        tokens = []
+        for number, row in enumerate(step.decode):
+            token_id = self._token_ids[min(row.output_index, len(self._token_ids) - 1)]
+            if found is not None and row.is_constrained:
+                allowed = np.unpackbits(np.frombuffer(found.row(number).bits, np.uint8), bitorder="little")
+                if not allowed[token_id]:
+                    self.num_refused += 1
+                    token_id = int(allowed.argmax())
+            tokens.append((SampledToken(token_id),))
+        return replace(result, tokens=tuple(tokens))
+
+
 def make_engine(runner: FakeRunner, config: EngineConfig, *, max_blocks: int = 128) -> Engine:
     def make_scheduler() -> Scheduler:
         group = FullAttentionGroup(BlockPool(max_blocks), BLOCK_SIZE)
@@ -316,7 +344,12 @@ def make_generation_request(
 
 @asynccontextmanager
 async def serving(
-    runner: FakeRunner | None = None, *, observer: Recorder | None = None, max_blocks: int = 128, **settings: Any
+    runner: FakeRunner | None = None,
+    *,
+    observer: Recorder | None = None,
+    max_blocks: int = 128,
+    model_tokenizer: Tokenizer | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
     runner = runner or FakeRunner()
     observer = observer or Recorder()
@@ -327,7 +360,7 @@ async def serving(
             handle = await asyncio.wrap_future(thread.add_engine("fake", engine))
             model = ServedModel(
                 make_description("fake"),
-                tokenizer(),
+                model_tokenizer or tokenizer(),
                 thread=thread,
                 handle=handle,
                 config=config,
@@ -374,7 +407,7 @@ class FakeBuild:
         monkeypatch.setattr(model_host.device, "release", passes)
 
     def _configure_device(self) -> Device:
-        return Device("cpu", "fake", 0, "float32", max_pass_tokens=64, max_prefill_tokens=64)
+        return Device("cpu", "fake", 10**12, "float32", max_pass_tokens=64, max_prefill_tokens=64)
 
     def _load(self, path: Path, *, name: str, dtype_policy: str) -> LoadedModel:
         self.loads.append(name)

@@ -26,11 +26,14 @@ from mlxserve.store.registry import Registry
 class Server:
     """A host and its app under uvicorn, on an event loop in a thread."""
 
-    def __init__(self, build: FakeBuild, host: ModelHost, address: str, client: httpx.Client) -> None:
+    def __init__(
+        self, build: FakeBuild, host: ModelHost, address: str, client: httpx.Client, http: uvicorn.Server
+    ) -> None:
         self.build = build
         self.host = host
         self.address = address
         self.client = client
+        self._http = http
 
     @property
     def runner(self) -> FakeRunner:
@@ -46,6 +49,11 @@ class Server:
     def traces(self) -> list[dict[str, Any]]:
         """What /debug/requests lists."""
         return self.get("/debug/requests").json()["requests"]
+
+    def num_unsent_bytes(self) -> int:
+        """What all connections together hold for their sockets to take."""
+        connections = list(self._http.server_state.connections)
+        return sum(connection.transport.get_write_buffer_size() for connection in connections)
 
     def health(self) -> httpx.Response:
         return self.get("/health")
@@ -136,7 +144,7 @@ def serving(
             address = f"http://127.0.0.1:{listener.getsockname()[1]}"
             limits = httpx.Limits(max_connections=None)
             with httpx.Client(base_url=address, timeout=TIMEOUT, trust_env=False, limits=limits) as client:
-                yield Server(build, host, address, client)
+                yield Server(build, host, address, client, server)
         finally:
             server.should_exit = True
             thread.join(TIMEOUT)

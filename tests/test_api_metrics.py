@@ -58,7 +58,7 @@ def test_intervals_are_counted_as_the_librarys_own_histogram_counts_them() -> No
 def test_requests() -> None:
     metrics = Metrics()
     observer: Observer = metrics
-    observer.request_finished(record("stop", Usage(10, 4, 3)))
+    observer.request_finished(record("stop", Usage(10, 4, 3, num_reasoning_tokens=2)))
     observer.request_finished(record("length", Usage(5, 0, 2)))
     observer.request_finished(record("cancelled", Usage(7, 0, 1)))
     observer.request_finished(record("QueueFull", Usage(0, 0, 0), NOT_STARTED))
@@ -71,6 +71,7 @@ def test_requests() -> None:
     assert found["mlxserve_requests_total", "fake", "QueueFull"] == 1
     assert found["mlxserve_prompt_tokens_total", "fake"] == 22
     assert found["mlxserve_generation_tokens_total", "fake"] == 6
+    assert found["mlxserve_reasoning_tokens_total", "fake"] == 2
     # Whoever got no token has no time to its first one; whoever did not finish has no latency.
     assert found["mlxserve_time_to_first_token_seconds_count", "fake"] == 3
     assert found["mlxserve_time_to_first_token_seconds_sum", "fake"] == pytest.approx(3 * 0.65)

@@ -53,6 +53,10 @@ class TestModels:
         assert model["id"] == "org/fake-4bit"
         assert (model["context_length"], model["loaded"], model["created"]) == (4096, True, 1_700_000_000)
 
+    @pytest.mark.parametrize("name", ["FAKE", "fake:latest", "Fake:Latest", "Org/Fake-4bit"])
+    def test_any_spelling_of_an_alias_will_do(self, host: FakeHost, client: openai.OpenAI, name: str) -> None:
+        assert client.models.retrieve(name).id == name.lower().removesuffix(":latest")
+
     def test_unknown(self, host: FakeHost, client: openai.OpenAI) -> None:
         with pytest.raises(openai.NotFoundError) as caught:
             client.models.retrieve("nobody")
@@ -109,6 +113,7 @@ class TestChat:
             "completion_tokens": 3,
             "total_tokens": 5,
             "prompt_tokens_details": {"cached_tokens": 2},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
 
     def test_stream_with_the_client(self, host: FakeHost, client: openai.OpenAI) -> None:
@@ -298,7 +303,7 @@ class TestParameters:
             {"role": "system", "content": "Be brief"},
             {"role": "user", "content": "a\nb", "name": "Ann"},
             {"role": "assistant", "content": "", "tool_calls": [parsed, odd]},
-            {"role": "tool", "content": "3", "tool_call_id": "c1"},
+            {"role": "tool", "content": "3", "name": "add", "tool_call_id": "c1"},
             {"role": "assistant", "content": "3", "reasoning_content": "easy"},
         )
 
@@ -348,6 +353,7 @@ class TestCompletions:
             "completion_tokens": 39,
             "total_tokens": 45,
             "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         assert len({request.request_id for request in host.requests}) == 3
 

@@ -57,6 +57,7 @@ class TestSamples:
             "total_tokens": 15,
             # What the first one found; that the others found the first one's is no saving of the client's.
             "prompt_tokens_details": {"cached_tokens": 1},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         }
         assert len(host.requests) == 1
 

@@ -1,19 +1,16 @@
 """The commands, over a fake model and a fake engine (fake_cli.py)."""
 
-import io
-import os
 import signal
 import socket
 import subprocess
 import sys
 import urllib.request
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from fake_cli import FINISHED, open_fake
+from fake_cli import FINISHED
 
 from mlxserve import __version__
 from mlxserve.cli import addresses, app
@@ -26,56 +23,6 @@ from mlxserve.errors import ConfigError, InvalidParameter, ModelNotFound
 
 REPOSITORY = Path(__file__).parent.parent
 FAKE_CLI = REPOSITORY / "tests" / "fake_cli.py"
-
-
-@pytest.fixture
-def environment(tmp_path: Path) -> dict[str, str]:
-    """An environment without the settings of whoever runs the tests."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("MLXSERVE_")}
-    paths = {"MLXSERVE_CONFIG_DIR": str(tmp_path), "MLXSERVE_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(REPOSITORY)}
-    return clean | paths | {"COLUMNS": "80"}
-
-
-@dataclass(frozen=True)
-class Done:
-    returncode: int | str | None
-    stdout: bytes
-    stderr: bytes
-
-
-@pytest.fixture
-def mlxserve(
-    environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, capsysbinary: pytest.CaptureFixture[bytes]
-) -> Callable[..., Done]:
-    """Run a command in this process, over the fake model."""
-    monkeypatch.setattr(os, "environ", environment)
-    monkeypatch.setattr(run_command, "open_backend", open_fake)
-    monkeypatch.setattr(run_command.logs, "configure", lambda level: None)
-
-    def call(*args: str, stdin: bytes = b"", **env: str) -> Done:
-        monkeypatch.setattr(os, "environ", environment | env)
-        monkeypatch.setattr(sys, "argv", ["mlxserve", *args])
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin)))
-        try:
-            app.main()
-        except SystemExit as ended:
-            return Done(ended.code, *capsysbinary.readouterr())
-        raise AssertionError("main() returned instead of exiting")
-
-    return call
-
-
-@pytest.fixture
-def process(environment: dict[str, str]) -> Callable[..., subprocess.CompletedProcess[bytes]]:
-    """Run a command in a process of its own."""
-
-    def call(*args: str, **env: str) -> subprocess.CompletedProcess[bytes]:
-        command = [sys.executable, str(FAKE_CLI), *args]
-        return subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, env=environment | env, timeout=60, check=False
-        )
-
-    return call
 
 
 @pytest.fixture
@@ -97,14 +44,6 @@ def start(environment: dict[str, str]) -> Iterator[Callable[..., subprocess.Pope
 
 
 # --- all commands
-
-
-@pytest.mark.parametrize("command", [[], ["run"], ["serve"], ["bench"], ["bench", "compare"], ["bench", "study"]])
-def test_help_fits_a_terminal_and_has_an_example(mlxserve: Any, command: list[str]) -> None:
-    lines = mlxserve(*command, "--help").stdout.decode().splitlines()
-    assert len(lines) <= 23, "24, less one for the next prompt"
-    assert max(len(line) for line in lines) <= 80
-    assert "Example: " in "\n".join(lines)
 
 
 def test_help_waits_for_no_heavy_import(environment: dict[str, str]) -> None:
@@ -241,7 +180,7 @@ def test_ctrl_c_ends_a_single_answer_with_130(start: Any) -> None:
 def test_run_tells_when_the_named_server_is_not_used(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def load(backend: LocalBackend) -> float:
+    async def load(backend: LocalBackend, keep_alive: float | None) -> float:
         raise ModelNotFound("stopped here", model="m")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:

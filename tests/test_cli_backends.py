@@ -16,32 +16,44 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlxserve.cli import chat_backend
-from mlxserve.cli.chat_backend import LocalBackend, open_backend
+from mlxserve.cli.chat_backend import AnswerEvent, LocalBackend, open_backend
 from mlxserve.cli.http_backend import HttpBackend, find_server
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.cli.statistics import statistics_lines
 from mlxserve.config import EngineConfig
-from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, TextDelta
+from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, Reasoning, ReasoningDelta, TextDelta
 from mlxserve.core.step import SampledToken
 from mlxserve.errors import CapacityError, ConfigError, EngineError, InvalidParameter, ModelNotFound, RequestError
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 
 
+def _plain(event: AnswerEvent) -> str | Finished:
+    """Text as it stands, thoughts in brackets."""
+    match event:
+        case TextDelta(text):
+            return text
+        case ReasoningDelta(text):
+            return f"({text})"
+        case _:
+            return event
+
+
 # --- the engine inside the command
 
 
 class _Generation:
-    """Three pieces, then the end."""
+    """A thought, three pieces, then the end."""
 
     def __init__(self) -> None:
         self.cancelled = False
-        self._events = iter([TextDelta("Hel", ()), TextDelta("", (SampledToken(5),)), TextDelta("lo", ()), FINISHED])
+        texts = [TextDelta("Hel", ()), TextDelta("", (SampledToken(5),)), TextDelta("lo", ())]
+        self._events = iter([ReasoningDelta("Hm", ()), *texts, FINISHED])
 
     def __aiter__(self) -> "_Generation":
         return self
 
-    async def __anext__(self) -> TextDelta | Finished:
+    async def __anext__(self) -> AnswerEvent:
         for event in self._events:
             return event
         raise StopAsyncIteration
@@ -80,18 +92,18 @@ def served(monkeypatch: pytest.MonkeyPatch) -> _Served:
 
 
 def test_local_answer_merges_the_models_defaults(served: _Served) -> None:
-    async def main() -> list[str | Finished]:
+    async def main() -> list[AnswerEvent]:
         backend = LocalBackend("smollm2-135m", EngineConfig())
         assert await backend.load() > 0
         assert await backend.load() == 0.0
-        parameters = ChatParameters(temperature=0.0, max_tokens=7, stop=("END",))
+        parameters = ChatParameters(temperature=0.0, max_tokens=7, stop=("END",), think="high")
         events = [event async for event in backend.answer(MESSAGES, parameters)]
         await backend.close()
         return events
 
-    assert asyncio.run(main()) == ["Hel", "lo", FINISHED]
+    assert [_plain(event) for event in asyncio.run(main())] == ["(Hm)", "Hel", "", "lo", FINISHED]
     request = served.requests[0]
-    assert request.prompt == ChatPrompt(messages=tuple(MESSAGES))
+    assert request.prompt == ChatPrompt(messages=tuple(MESSAGES), reasoning=Reasoning(True, "high", "think"))
     assert (request.sampling.temperature, request.sampling.top_k, request.sampling.max_tokens) == (0.0, 20, 7)
     assert request.stop == ("END",)
 
@@ -101,7 +113,7 @@ def test_local_answer_that_is_left_is_cancelled(served: _Served) -> None:
         backend = LocalBackend("smollm2-135m", EngineConfig())
         await backend.load()
         events = backend.answer(MESSAGES, ChatParameters())
-        assert await anext(events) == "Hel"
+        assert await anext(events) == ReasoningDelta("Hm", ())
         assert not served.generations[0].cancelled
         await events.aclose()
 
@@ -124,20 +136,25 @@ class FakeServer:
     def __init__(self, *chunks: Any, owner: str = "mlxserve", key: str | None = None, loaded: bool = True) -> None:
         self.bodies: list[dict[str, Any]] = []
         self.reply = Response("".join(f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in chunks))
+        self.shown: Response = JSONResponse({"error": "not part of this API"}, 404)
         self._owner = owner
         self._key = key
         self._loaded = loaded
         self.transport = httpx.ASGITransport(
             Starlette(
                 routes=[
+                    Route("/v1/models", lambda request: JSONResponse({"data": [{"id": "m"}, {"id": "some/repo"}]})),
                     Route("/v1/models/{name:path}", self._model),
+                    Route("/api/show", self._show, methods=["POST"]),
                     Route("/v1/chat/completions", self._chat, methods=["POST"]),
                 ]
             )
         )
 
-    async def backend(self, model: str = "m", key: str | None = None) -> HttpBackend | None:
-        return await find_server(model, "127.0.0.1", 1, key, transport=self.transport)
+    async def backend(
+        self, model: str = "m", key: str | None = None, keep_alive: float | None = None
+    ) -> HttpBackend | None:
+        return await find_server(model, "127.0.0.1", 1, key, keep_alive=keep_alive, transport=self.transport)
 
     async def _model(self, request: Request) -> Response:
         if self._key and request.headers.get("authorization") != f"Bearer {self._key}":
@@ -145,6 +162,10 @@ class FakeServer:
         if request.path_params["name"] not in ("m", "some/repo"):
             return JSONResponse({"error": {"message": "no"}}, 404)
         return JSONResponse({"owned_by": self._owner, "loaded": self._loaded, "context_length": 77})
+
+    async def _show(self, request: Request) -> Response:
+        assert await request.json() == {"model": "m"}
+        return self.shown
 
     async def _chat(self, request: Request) -> Response:
         self.bodies.append(await request.json())
@@ -157,6 +178,7 @@ def _delta(content: str | None = None, finish_reason: str | None = None, **more:
 
 STREAM = (
     {"choices": [{"delta": {"role": "assistant", "content": ""}, "finish_reason": None}]},
+    {"choices": [{"delta": {"reasoning_content": "Hm"}, "finish_reason": None}]},
     _delta("a\u2028"),
     _delta("é"),
     {"choices": [{"delta": {}, "finish_reason": "length"}]},
@@ -181,7 +203,7 @@ STREAM = (
 
 async def _answer(backend: HttpBackend | None, parameters: ChatParameters | None = None) -> list[str | Finished]:
     assert backend is not None
-    return [event async for event in backend.answer(MESSAGES, parameters or ChatParameters())]
+    return [_plain(event) async for event in backend.answer(MESSAGES, parameters or ChatParameters())]
 
 
 def test_http_answer() -> None:
@@ -191,7 +213,7 @@ def test_http_answer() -> None:
         return await _answer(await server.backend("some/repo"), ChatParameters(min_p=0.1, stop=("END",)))
 
     *texts, finished = asyncio.run(main())
-    assert texts == ["a\u2028", "é"]
+    assert texts == ["(Hm)", "a\u2028", "é"]
     assert isinstance(finished, Finished)
     assert finished.reason.value == "length"
     assert finished.usage == FINISHED.usage
@@ -266,6 +288,80 @@ def test_http_load_asks_for_one_token_where_it_must(loaded: bool) -> None:
     assert [body["max_tokens"] for body in server.bodies] == ([] if loaded else [1])
 
 
+def test_http_think_and_keep_alive() -> None:
+    server = FakeServer(*STREAM)
+
+    async def main() -> None:
+        backend = await server.backend(keep_alive=300.0)
+        assert backend is not None
+        for think in (True, False, "low"):
+            await _answer(backend, ChatParameters(think=think))
+        # Only the empty prompt's load keeps: another one's answer does so itself.
+        await backend.load()
+        await backend.load(-1.0)
+
+    asyncio.run(main())
+    asked = [(body.get("chat_template_kwargs"), body.get("reasoning_effort")) for body in server.bodies[:3]]
+    assert asked == [({"enable_thinking": True}, None), ({"enable_thinking": False}, None), (None, "low")]
+    assert [body["keep_alive"] for body in server.bodies] == [300.0, 300.0, 300.0, -1.0]
+    assert server.bodies[3]["max_tokens"] == 1
+
+
+SHOWN = {
+    "details": {"family": "qwen3", "parameter_size": "4.0B", "quantization_level": "4-bit"},
+    "capabilities": ["completion", "thinking"],
+    "parameters": 'temperature 0.6\nrepeat_penalty 1.1\nstop "<|end|>"\nstop "a b"\nodd x y',
+    "template": "{{ messages }}",
+    "system": "be kind",
+    "license": "Apache 2.0",
+}
+
+
+def test_http_facts_come_from_both_dialects() -> None:
+    server = FakeServer()
+    server.shown = JSONResponse(SHOWN)
+
+    async def main() -> tuple[chat_backend.ModelFacts, list[str]]:
+        backend = await server.backend()
+        assert backend is not None
+        return await backend.facts(), await backend.models()
+
+    facts, models = asyncio.run(main())
+    assert models == ["m", "some/repo"]
+    assert facts.rows == {
+        "model": "m",
+        "server": "http://127.0.0.1:1",
+        "architecture": "qwen3",
+        "parameters": "4.0B",
+        "context length": "77",
+        "quantization": "4-bit",
+        "capabilities": "completion, thinking",
+    }
+    assert facts.default_sampling == {
+        "temperature": 0.6,
+        "repetition_penalty": 1.1,
+        "stop": ["<|end|>", "a b"],
+        "odd": "x y",
+    }
+    assert (facts.template, facts.system, facts.license) == ("{{ messages }}", "be kind", "Apache 2.0")
+
+
+@pytest.mark.parametrize("reply", [None, Response("no json"), JSONResponse(["odd"])])
+def test_http_facts_of_a_server_that_shows_nothing(reply: Response | None) -> None:
+    server = FakeServer()
+    server.shown = reply or server.shown
+
+    async def main() -> chat_backend.ModelFacts:
+        backend = await server.backend()
+        assert backend is not None
+        return await backend.facts()
+
+    facts = asyncio.run(main())
+    assert facts.rows == {"model": "m", "server": "http://127.0.0.1:1", "context length": "77"}
+    assert facts.context_length == 77
+    assert facts.license is None
+
+
 def test_a_server_is_used_only_if_it_is_ours_and_has_the_model() -> None:
     assert asyncio.run(FakeServer(owner="vllm").backend()) is None
     assert asyncio.run(FakeServer(owner="vllm", key="k").backend()) is None
@@ -279,13 +375,13 @@ def test_a_server_is_used_only_if_it_is_ours_and_has_the_model() -> None:
 def test_open_backend_without_a_server_is_local() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-    backend = asyncio.run(open_backend("m", EngineConfig(), host="127.0.0.1", port=port))
+    backend = asyncio.run(open_backend("m", engine_config=EngineConfig(), host="127.0.0.1", port=port))
     assert isinstance(backend, LocalBackend)
 
 
 def test_the_fake_has_the_methods_of_a_backend() -> None:
     backend: chat_backend.ChatBackend = FakeBackend()
-    for name in ("load", "facts", "answer", "close"):
+    for name in ("load", "facts", "models", "answer", "close"):
         assert callable(getattr(backend, name))
         assert callable(getattr(HttpBackend, name))
         assert callable(getattr(LocalBackend, name))

@@ -1,26 +1,24 @@
-"""The conversation: its logic with a scripted reader, and the terminal itself through a pseudo-terminal."""
+"""The conversation, read from a script."""
 
 import asyncio
-import os
-import pty
-import re
-import select
-import stat
-import subprocess
 import sys
-import time
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_cli import FINISHED, FakeBackend
 
+from mlxserve.cli.answer_view import Style
+from mlxserve.cli.commands import Commands
+from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.parameters import ChatParameters
-from mlxserve.cli.prompt_reader import LineAbandoned, PromptReader
-from mlxserve.cli.repl import HELP, SET_HELP, SHOW_HELP, Repl
+from mlxserve.cli.prompt_reader import LineAbandoned
+from mlxserve.cli.repl import Repl
+from mlxserve.cli.repl_help import HELP, SET_HELP, SHOW_HELP
+from mlxserve.cli.session import Session
 from mlxserve.cli.statistics import statistics_lines
-
-REPOSITORY = Path(__file__).parent.parent
+from mlxserve.errors import ConfigError, ModelNotFound
 
 
 class ScriptedReader:
@@ -29,10 +27,12 @@ class ScriptedReader:
     def __init__(self, lines: list[str | BaseException]) -> None:
         self._lines = iter(lines)
         self.prompts: list[str] = []
+        self.notes: list[str] = []
         self.keeps_history = True
 
-    async def read(self, prompt: str) -> str:
+    async def read(self, prompt: str, note: str = "") -> str:
         self.prompts.append(prompt)
+        self.notes.append(note)
         line = next(self._lines, EOFError())
         if isinstance(line, BaseException):
             raise line
@@ -42,13 +42,52 @@ class ScriptedReader:
         self.keeps_history = wanted
 
 
-def converse(*lines: str | BaseException, verbose: bool = False) -> tuple[FakeBackend, ScriptedReader]:
+@dataclass
+class Conversation:
+    """What came of one: the first backend and those that were opened later, the reader, what was saved."""
+
+    backend: FakeBackend
+    reader: ScriptedReader
+    session: Session
+    opened: dict[str, FakeBackend]
+    saved: list[tuple[str, str, str | None, dict[str, Any]]]
+
+
+def talk(*lines: str | BaseException, verbose: bool = False, style: Style | None = None) -> Conversation:
     backend, reader = FakeBackend(), ScriptedReader(list(lines))
-    repl = Repl(
-        backend, reader, parameters=ChatParameters(seed=1), system="be brief", verbose=verbose, load_seconds=2.5
+    facts = asyncio.run(backend.facts())
+    session = Session(
+        "m",
+        backend,
+        facts,
+        parameters=ChatParameters(seed=1),
+        system="be brief",
+        style=style or Style(),
+        verbose=verbose,
+        load_seconds=2.5,
     )
-    asyncio.run(repl.run())
-    return backend, reader
+    conversation = Conversation(backend, reader, session, {}, [])
+
+    async def open_model(name: str) -> FakeBackend:
+        if name == "unknown":
+            raise ModelNotFound("no model is called 'unknown'", model=name)
+        opened = conversation.opened[name] = FakeBackend()
+        opened.is_broken = name == "broken"
+        return opened
+
+    def save(name: str, base: str, *, system: str | None, parameters: dict[str, Any]) -> None:
+        if name == "taken":
+            raise ConfigError("there is one of that name")
+        conversation.saved.append((name, base, system, parameters))
+
+    commands = Commands(session, reader, open_model=open_model, save=save, display=LoadDisplay())
+    asyncio.run(Repl(session, reader, commands).run())
+    return conversation
+
+
+def converse(*lines: str | BaseException, verbose: bool = False) -> tuple[FakeBackend, ScriptedReader]:
+    conversation = talk(*lines, verbose=verbose)
+    return conversation.backend, conversation.reader
 
 
 def test_messages_add_up(capsys: pytest.CaptureFixture[str]) -> None:
@@ -178,127 +217,104 @@ def test_answers_cannot_steer_the_terminal(monkeypatch: pytest.MonkeyPatch, caps
     assert capsys.readouterr().out == "[2Jred1m\ttab\n\n\n"
 
 
-# --- the terminal
+# --- models, files, style
 
 
-class Terminal:
-    """A command in a pseudo-terminal: type() into it, expect() text from it."""
-
-    def __init__(self, *args: str, cache: Path) -> None:
-        # 80 x 24 as a terminal says it; prompt-toolkit draws nothing in one of size 0.
-        self._fd, child = pty.openpty()
-        os.system(f"stty rows 24 cols 80 < {os.ttyname(child)}")
-        env = {name: value for name, value in os.environ.items() if not name.startswith("MLXSERVE_")}
-        env |= {"MLXSERVE_CACHE_DIR": str(cache), "MLXSERVE_CONFIG_DIR": str(cache)}
-        env |= {"PYTHONPATH": str(REPOSITORY), "TERM": "xterm", "NO_COLOR": "1"}
-        command = [sys.executable, str(REPOSITORY / "tests" / "fake_cli.py"), *args]
-        self._process = subprocess.Popen(
-            command, stdin=child, stdout=child, stderr=child, env=env, start_new_session=True, preexec_fn=_own_terminal
-        )
-        os.close(child)
-        self._seen = ""
-
-    def type(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
-
-    def expect(self, text: str) -> str:
-        """Wait for `text` and return what came before it, without escape sequences."""
-        deadline = time.monotonic() + 30
-        while text not in self._seen:
-            ready, _, _ = select.select([self._fd], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"no {text!r} after {self._seen!r}"
-            new = self._read()
-            assert new, f"ended without {text!r} after {self._seen!r}"
-            self._seen += re.sub(r"\x1b(\[[0-9;?]*[a-zA-Z]|[=>])", "", new.decode())
-        before, _, self._seen = self._seen.partition(text)
-        return before
-
-    def wait(self) -> int:
-        while self._read():
-            pass
-        return self._process.wait(timeout=30)
-
-    def _read(self) -> bytes:
-        try:
-            return os.read(self._fd, 65536)
-        except OSError:  # how Linux tells the end
-            return b""
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
-        os.close(self._fd)
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    talk("/list")
+    assert capsys.readouterr().out == "  fake\n  other\n\n"
 
 
-def _own_terminal() -> None:
-    """In the child: make the pseudo-terminal its controlling one, so that Ctrl-C becomes a signal."""
-    import fcntl
-    import termios
-
-    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-
-
-@pytest.fixture
-def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    terminal = Terminal("run", "m", cache=tmp_path)
-    yield terminal
-    terminal.close()
+def test_load_goes_on_with_another_model(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk("one", "/load other", "two", verbose=True)
+    assert conversation.backend.closed
+    (messages, parameters), *more = conversation.opened["other"].requests
+    assert [message["content"] for message in messages] == ["be brief", "two"], "the conversation begins anew"
+    assert (parameters, more) == (ChatParameters(seed=1), [])
+    assert conversation.session.model == "other"
+    out, err = capsys.readouterr()
+    assert "Loaded other. The conversation begins anew.\n" in out
+    assert err.count("load duration: ") == 2
 
 
-def test_conversation_in_a_terminal(terminal: Terminal, tmp_path: Path) -> None:
-    terminal.expect(">>>")
-    terminal.type("\x03")
-    terminal.expect("Use Ctrl-D or /bye to leave.")
-    terminal.expect(">>>")
-    terminal.type("half a line\x03")
-    terminal.expect(">>> half a line")
-    terminal.expect(">>>")
-    terminal.type('"""two\rlines"""\r')
-    terminal.expect("...")
-    terminal.expect("You said: two\r\nlines\r\n")
-    terminal.expect(">>>")
-    terminal.type("\x1b[200~pasted\ntext\x1b[201~\r")
-    terminal.expect("You said: pasted\r\ntext\r\n")
-    terminal.expect(">>>")
-    # Ctrl-C stops the answer, the program goes on, and what was shown of it stays in the conversation.
-    terminal.type("endless\r")
-    terminal.expect("one ")
-    terminal.type("\x03")
-    terminal.expect(">>>")
-    terminal.type("recount\r")
-    terminal.expect("| user: endless | assistant: one  | user: recount")
-    terminal.expect(">>>")
-    terminal.type("\x04")
-    assert terminal.wait() == 0
-    history = tmp_path / "history"
-    assert stat.S_IMODE(history.stat().st_mode) == 0o600
-    assert "+endless" in history.read_text()
-    assert "half a line" not in history.read_text()
+def test_load_of_an_unknown_model_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk("one", "/load unknown", "two")
+    assert len(conversation.backend.requests) == 2
+    assert not conversation.backend.closed
+    assert conversation.session.model == "m"
+    assert capsys.readouterr().err == "Error: no model is called 'unknown'\n"
 
 
-def test_history_comes_back_in_the_next_session(tmp_path: Path) -> None:
-    for keys, answer in (("remember me\r", "You said: remember me"), ("\x1b[A\r", "You said: remember me")):
-        terminal = Terminal("run", "m", cache=tmp_path)
-        try:
-            terminal.expect(">>>")
-            terminal.type(keys)
-            terminal.expect(answer)
-            terminal.expect(">>>")
-            terminal.type("\x04")
-            assert terminal.wait() == 0
-        finally:
-            terminal.close()
+def test_load_of_a_broken_model_returns_to_the_old_one(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk("one", "/load broken", "two")
+    assert list(conversation.opened) == ["broken", "m"]
+    messages, _ = conversation.opened["m"].requests[0]
+    assert [message["content"] for message in messages] == ["be brief", "one", "You said: one", "two"]
+    out, err = capsys.readouterr()
+    assert "Going on with m.\n" in out
+    assert err == "Error: the fake model is broken\n"
 
 
-def test_history_that_cannot_be_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "file").write_text("")
-    PromptReader(tmp_path / "file" / "history")
-    assert "History is not kept" in capsys.readouterr().err
+def test_save(capsys: pytest.CaptureFixture[str]) -> None:
+    conversation = talk('/set parameter stop "a b"', "/set format json", "/save mine", "/save taken")
+    assert conversation.saved == [("mine", "m", "be brief", {"stop": ["a b"]})]
+    out, err = capsys.readouterr()
+    assert "Saved model, system message and parameters as mine; the conversation is not part of it.\n" in out
+    assert "Not part of it either, since they go with each request: seed.\n" in out
+    assert err == "Error: there is one of that name\n"
 
 
-def test_history_file_is_made_private(tmp_path: Path) -> None:
-    path = tmp_path / "history"
-    path.write_text("")
-    path.chmod(0o644)
-    PromptReader(path)
-    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+@pytest.mark.parametrize(
+    ("line", "usage"), [("/load", "/load MODEL"), ("/save", "/save NAME"), ("/file ", "/file PATH")]
+)
+def test_commands_that_need_a_word(capsys: pytest.CaptureFixture[str], line: str, usage: str) -> None:
+    talk(line)
+    assert capsys.readouterr().out == f"Usage: {usage}\n\n"
+
+
+def test_files_go_before_the_next_message_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("a note")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\0")
+    backend = talk(f"/file {tmp_path}/notes.txt", f"/file {tmp_path}/picture.png", "fail", "sum up", "more").backend
+    asked = [messages[-1]["content"] for messages, _ in backend.requests]
+    assert asked == ["notes.txt:\n```\na note\n```\n\nfail", "notes.txt:\n```\na note\n```\n\nsum up", "more"]
+    assert "picture.png is not a text file" in capsys.readouterr().err
+
+
+def test_think(capsys: pytest.CaptureFixture[str]) -> None:
+    backend = talk("/set think", "1", "/set think high", "2", "/set nothink", "3", "/set think hard", "4").backend
+    assert [parameters.think for _, parameters in backend.requests] == [True, "high", False, False]
+    out, err = capsys.readouterr()
+    assert "Thinking is on.\n" in out
+    assert "Thinking is on, effort high.\n" in out
+    assert "Thinking is off.\n" in out
+    assert err == "Error: think is true, false, low, medium, high, not 'hard'\n"
+
+
+@pytest.mark.parametrize(
+    ("lines", "layout"),
+    [
+        (["/set markdown"], "markdown"),
+        (["/set nomarkdown"], "wrapped"),
+        (["/set nowordwrap"], "plain"),
+        (["/set nowordwrap", "/set wordwrap"], "wrapped"),
+        (["/set markdown", "/set wordwrap"], "markdown"),
+    ],
+)
+def test_layouts(lines: list[str], layout: str) -> None:
+    assert talk(*lines).session.style.layout == layout
+
+
+def test_the_context_meter() -> None:
+    conversation = talk("one", "/clear", "two", "/load other")
+    assert conversation.reader.notes == ["", "51 of 77 tokens", "", "51 of 77 tokens", ""]
+
+
+def test_show_license_and_modelfile(capsys: pytest.CaptureFixture[str]) -> None:
+    talk("/set parameter num_predict 9", '/set parameter stop "a b" c', "/show license", "/show modelfile")
+    out = capsys.readouterr().out
+    assert "The license is not known here.\n" in out
+    assert out.endswith(
+        'FROM m\nTEMPLATE """{{ messages }}"""\nSYSTEM """be brief"""\nPARAMETER temperature 0.7\n'
+        'PARAMETER stop "a b"\nPARAMETER stop "c"\n\n'
+    )

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mlxserve import config
-from mlxserve.config import EngineConfig, ServerConfig, parse_size
+from mlxserve.config import EngineConfig, ServerConfig, parse_duration, parse_size
 from mlxserve.errors import ConfigError
 
 
@@ -143,3 +143,31 @@ def test_folders_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     monkeypatch.setenv("MLXSERVE_CACHE_DIR", str(tmp_path / "b"))
     assert config.config_file() == tmp_path / "a" / "config.toml"
     assert config.cache_dir() == tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("5m", 300.0),
+        ("1h30m", 5400.0),
+        ("1H30M", 5400.0),
+        (" 1.5s ", 1.5),
+        ("500ms", 0.5),
+        ("2d", 172800.0),
+        ("300", 300.0),
+        (300, 300.0),
+        (0, 0.0),
+        ("0", 0.0),
+        ("-1", -1.0),
+        (-1.5, -1.5),
+        ("-1m", -60.0),
+    ],
+)
+def test_durations(text: str | float, seconds: float) -> None:
+    assert parse_duration(text) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize("text", ["", "5x", "m", "1h-30m", "1h 30", "nan", "inf", float("nan"), True, None, [5], "5m!"])
+def test_what_is_no_duration(text: str) -> None:
+    with pytest.raises(ValueError, match="a duration is needed"):
+        parse_duration(text)

@@ -10,7 +10,7 @@ from fake_engine import FakeHost
 from pydantic import ValidationError
 from test_docs import ROOT, Row, bounds, by_name, code, fields, subclasses, table
 
-from mlxserve.api.ollama import library_schema, options, schema
+from mlxserve.api.ollama import embed, library_schema, options, schema
 from mlxserve.api.ollama.convert import chat_request
 from mlxserve.api.ollama.reply import GenerateReply, Logprobs, Part, durations
 from mlxserve.api.ollama.routes import COMPATIBLE_VERSION, OllamaRoutes
@@ -40,6 +40,9 @@ DOCUMENTED: dict[type[WireModel], dict[str, Row]] = {
     schema.Tool: below("tools[]."),
     schema.Function: below("tools[].function."),
     options.Options: by_name(table(PAGE, "### Options")),
+    embed.EmbedFields: by_name(table(PAGE, "### Embeddings")),
+    embed.EmbedRequest: by_name(table(PAGE, "### Embed")),
+    embed.EmbeddingsRequest: by_name(table(PAGE, "### Legacy embeddings")),
     library_schema.NamedModel: by_name(table(PAGE, "### Models")),
     library_schema.ShowRequest: by_name(table(PAGE, "### Show")),
     library_schema.PullRequest: by_name(table(PAGE, "### Pull")),

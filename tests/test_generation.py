@@ -567,6 +567,7 @@ async def test_the_log_line_has_the_numbers_and_not_the_prompt(caplog: pytest.Lo
         "cached_tokens": "0",
         "generated_tokens": "6",
         "drafts_accepted": "0/0",
+        "reasoning_tokens": "0",
         "finish": "length",
     }
     assert "id=request-8 " in lines[1]

@@ -1,227 +1,342 @@
-"""Downloads from a small hub on the loopback interface, by a client in a process of its own with HF_ENDPOINT set."""
+"""Downloads from a hub on the loopback interface, by a client in a process of its own with HF_ENDPOINT set."""
 
-import hashlib
 import json
 import os
 import re
-import socket
+import signal
 import subprocess
 import sys
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from standin_hub import COMMIT, Hub, Repo, closed_url, serve_hub
+from tiny_repos import CONFIG, FIRST, SECOND, WANTED, model_files
 
-from mlxserve.errors import DownloadError, ModelNotFound
+from mlxserve.errors import ModelNotFound
 from mlxserve.store import hub
-from mlxserve.store.model_source import HubRepo, LocalPath, ModelSource, PackageFile
+from mlxserve.store.download_plan import PARTIAL_SUFFIX
+from mlxserve.store.model_source import LocalPath, ModelSource, PackageFile
 
-COMMIT = "0123456789abcdef0123456789abcdef01234567"
-FILES = {
-    "config.json": b"{}",
-    "tokenizer.json": b'{"x": 1}',
-    "chat_template.jinja": b"hi",
-    "model-00001-of-00002.safetensors": b"a" * 300_000,
-    "model-00002-of-00002.safetensors": b"b" * 200_000,
-    "model.safetensors.index.json": json.dumps(
-        {"weight_map": {"x": "model-00001-of-00002.safetensors", "y": "model-00002-of-00002.safetensors"}}
-    ).encode(),
-    "merges.txt": b"#",
-    "README.md": b"readme",
-    "modeling_own.py": b"raise SystemExit('never')",
-    "pytorch_model.bin": b"pickle",
-    "consolidated.safetensors": b"the same again",
-    "original/model.safetensors": b"the same again",
+FILES = model_files()
+TOTAL = sum(len(FILES[name]) for name in WANTED)
+
+
+def own_code(**changes: Any) -> Repo:
+    return Repo({**FILES, "config.json": json.dumps({**CONFIG, **changes}).encode()})
+
+
+REPOS = {
+    "test/model": lambda: Repo(dict(FILES)),
+    "test/gated": lambda: Repo({}, gated=True),
+    "test/nothing": lambda: Repo({"README.md": b"readme"}),
+    "test/pickles": lambda: Repo({"config.json": b"{}", "pytorch_model.bin": b"pickle"}),
+    "test/own-code": lambda: own_code(model_file="own.py"),
+    "test/auto-map": lambda: own_code(model_type="never_heard_of", auto_map={"AutoModel": "own.Model"}),
+    "test/remapped": lambda: own_code(model_type="kimi_k2", auto_map={"AutoModel": "own.Model"}),
+    "test/no-tokenizer": lambda: Repo({name: data for name, data in FILES.items() if "tokenizer" not in name}),
+    "test/gguf": lambda: Repo({f"m-{tag}.gguf": tag.encode() for tag in ("Q4_K_M", "Q4_0", "Q8_0", "F16")}),
+    "test/k-quants": lambda: Repo({"m.Q4_K_M.gguf": b"x", "m.IQ2_XS.gguf": b"y"}),
+    "test/gemma-gguf": lambda: Repo({"m-Q8_0.gguf": b"x"}, card={"gguf": {"architecture": "gemma3"}}),
 }
-WANTED = {"config.json", "tokenizer.json", "chat_template.jinja", "merges.txt", "model.safetensors.index.json"}
-WANTED |= {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
-
-
-class Hub(ThreadingHTTPServer):
-    """Holds test/model (FILES), test/gated, test/nothing (no weights) and test/broken (one weight file answers 404)."""
-
-    def __init__(self):
-        super().__init__(("127.0.0.1", 0), HubHandler)
-        self.requested: list[str] = []
-        self.broken = True
-
-
-class HubHandler(BaseHTTPRequestHandler):
-    server: Hub
-
-    def log_message(self, *args):
-        pass
-
-    def do_HEAD(self):
-        self.do_GET()
-
-    def do_GET(self):
-        self.server.requested.append(self.path)
-        path = self.path.partition("?")[0]
-        if match := re.fullmatch(r"/api/models/test/(\w+)/(revision|tree)/([^/]+)", path):
-            name, what, revision = match.groups()
-            if name == "gated":
-                self.answer(403, b"", {"X-Error-Code": "GatedRepo"})
-            elif name not in ("model", "nothing", "broken"):
-                self.answer(404, b"", {"X-Error-Code": "RepoNotFound"})
-            elif revision not in ("main", COMMIT):
-                self.answer(404, b"", {"X-Error-Code": "RevisionNotFound"})
-            elif what == "revision":
-                siblings = [{"rfilename": file} for file in self.files(name)]
-                self.answer(200, {"id": f"test/{name}", "sha": COMMIT, "siblings": siblings})
-            else:
-                self.answer(200, [self.entry(file, data) for file, data in self.files(name).items()])
-        elif match := re.fullmatch(rf"/test/(\w+)/resolve/{COMMIT}/(.+)", path):
-            name, file = match.groups()
-            if name == "broken" and self.server.broken and file.startswith("model-00002"):
-                self.answer(404, b"", {"X-Error-Code": "EntryNotFound"})
-            else:
-                data = self.files(name)[file]
-                self.answer(200, data, {"ETag": f'"{self.entry(file, data)["oid"]}"', "X-Repo-Commit": COMMIT})
-        else:
-            self.answer(404, b"")
-
-    def files(self, name):
-        return {"README.md": b"readme"} if name == "nothing" else FILES
-
-    def entry(self, file, data):
-        return {"type": "file", "path": file, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-
-    def answer(self, status, body, headers=None):
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        self.send_response(status)
-        for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(data)
 
 
 @pytest.fixture
 def server():
-    hub_server = Hub()
-    thread = threading.Thread(target=hub_server.serve_forever)
-    thread.start()
-    yield hub_server
-    hub_server.shutdown()
-    thread.join()
-    hub_server.server_close()
+    with serve_hub({name: make() for name, make in REPOS.items()}) as running:
+        yield running
 
 
-CLIENT = """
-import json, sys
-from mlxserve.errors import MlxserveError
-from mlxserve.store import hub
-from mlxserve.store.model_source import HubRepo, ModelSource
-name, revision, local_files_only = json.loads(sys.argv[1])
-source = ModelSource(name, HubRepo(name, revision))
-progress = []
-result = {"before": str(hub.find_local(source))}
-try:
-    result["path"] = str(hub.ensure_local(source, lambda *numbers: progress.append(numbers), local_files_only))
-except MlxserveError as error:
-    result |= {"error": type(error).__name__, "message": str(error), "model": error.model}
-result |= {"after": str(hub.find_local(source)), "progress": progress}
-print(json.dumps(result))
-"""
-
-
-def fetch(endpoint: str, home: Path, name="test/model", revision="main", local_files_only=False, **environ):
+def environment(endpoint: str, home: Path, **environ: str) -> dict[str, str]:
     env = {**os.environ, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "*", "no_proxy": "*"}
+    env["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    env["MLXSERVE_CONFIG_DIR"] = str(home / "config")
     for key in ("HF_TOKEN", "HF_HUB_CACHE", "HF_HUB_OFFLINE"):
         env.pop(key, None)
-    arguments = json.dumps([name, revision, local_files_only])
-    done = subprocess.run(
-        [sys.executable, "-c", CLIENT, arguments], env={**env, **environ}, capture_output=True, text=True, timeout=120
+    return {**env, **environ}
+
+
+def start(endpoint: str, home: Path, *calls: dict[str, Any], order: str = "in-turn", **environ: str):
+    client = Path(__file__).with_name("hub_client.py")
+    return subprocess.Popen(
+        [sys.executable, str(client), json.dumps(calls), order],
+        env=environment(endpoint, home, **environ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout), done.stderr
 
 
-def url(server: Hub) -> str:
-    return f"http://127.0.0.1:{server.server_port}"
+def cli(endpoint: str, home: Path, *command: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "mlxserve", *command],
+        env=environment(endpoint, home),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
-def closed_url() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"http://127.0.0.1:{probe.getsockname()[1]}"
+def finish(process: subprocess.Popen[str]) -> list[dict[str, Any]]:
+    """What each call came to; the last one gets what was written on stderr."""
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    outcomes: list[dict[str, Any]] = json.loads(out)
+    outcomes[-1]["stderr"] = err
+    return outcomes
 
 
-def test_download_then_offline(server, tmp_path):
-    result, err = fetch(url(server), tmp_path)
-    folder = Path(result["path"])
-    assert {path.name for path in folder.iterdir()} == WANTED
+def run(endpoint: str, home: Path, *calls: dict[str, Any], **environ: str) -> list[dict[str, Any]]:
+    return finish(start(endpoint, home, *calls, **environ))
+
+
+def pull(server: Hub, home: Path, name: str = "test/model", **arguments: Any) -> dict[str, Any]:
+    (outcome,) = run(server.url, home, {"method": "pull", "name": name, **arguments})
+    return outcome
+
+
+PULL = {"method": "pull", "name": "test/model"}
+SHOW = {"method": "show", "name": "test/model"}
+REMOVE = {"method": "remove", "name": "test/model"}
+LIST = {"method": "models"}
+
+
+def test_pull_then_offline(server, tmp_path):
+    pulled = pull(server, tmp_path)
+    folder = Path(pulled["result"]["path"])
+    assert {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()} == WANTED
     for name in WANTED:
         assert (folder / name).read_bytes() == FILES[name]
-    assert not any(re.search(r"resolve.*(\.py|\.bin|README|consolidated|original)", path) for path in server.requested)
-    assert (result["before"], result["after"]) == ("None", str(folder))
-    assert err == ""
-    total = sum(len(FILES[name]) for name in WANTED)
-    assert result["progress"][-1] == [total, total]
-    num_bytes = [done for done, _ in result["progress"]]
+    assert not any(re.search(r"resolve.*(\.py|\.bin|consolidated|original)", path) for path in server.requested)
+    assert pulled["stderr"] == ""
+    assert pulled["progress"][-1] == [TOTAL, TOTAL]
+    num_bytes = [done for done, _ in pulled["progress"]]
     assert num_bytes == sorted(num_bytes)
+    expected = {"name": "test/model", "size": TOTAL, "license": "apache-2.0", "num_parameters": 3000 * 64}
+    expected |= {"quantization": "bfloat16", "capabilities": ["completion", "insert"]}
+    assert expected.items() <= pulled["result"].items()
 
-    for endpoint, local_files_only in ((closed_url(), False), (closed_url(), True)):
-        again, _ = fetch(endpoint, tmp_path, local_files_only=local_files_only)
-        assert again["path"] == again["before"] == str(folder)
+    # Without a network it is still there; only asking the hub for a newer one fails.
+    listed, shown, again = run(closed_url(), tmp_path, LIST, SHOW, PULL)
+    assert pulled["result"] in listed["result"]
+    assert shown["result"] == pulled["result"]
+    assert again["error"] == "DownloadError"
+    assert "downloading test/model failed, the hub cannot be reached" in again["message"]
 
 
-def test_a_broken_download_is_finished_by_the_next(server, tmp_path):
-    broken, _ = fetch(url(server), tmp_path, "test/broken")
-    assert broken["error"] == "DownloadError"
-    assert "try again, files that are complete are kept" in broken["message"]
-    assert broken["after"] == "None"
-    offline, _ = fetch(closed_url(), tmp_path, "test/broken")
-    assert "is not complete on this machine and the hub cannot be reached" in offline["message"]
-    server.broken = False
+def test_what_is_here_is_not_fetched_again(server, tmp_path):
+    first = pull(server, tmp_path)
     server.requested.clear()
-    whole, _ = fetch(url(server), tmp_path, "test/broken")
-    assert Path(whole["path"], "model-00002-of-00002.safetensors").read_bytes() == b"b" * 200_000
-    assert not any("model-00001" in path for path in server.requested)
+    second = pull(server, tmp_path)
+    assert second["result"] == first["result"]
+    assert not any(path.startswith("GET ") and "/resolve/" in path for path in server.requested)
 
 
-@pytest.mark.parametrize(
-    ("name", "revision", "words"),
-    [
-        ("test/none", "main", "test/none is not on the hub, or is private: check the spelling, or log in"),
-        ("test/gated", "main", "test/gated asks for its licence to be accepted"),
-        ("test/model", "v9", "test/model has no revision 'v9'"),
-        ("test/nothing", "main", "test/nothing has no config.json with model*.safetensors"),
-    ],
-)
-def test_what_the_hub_does_not_have(server, tmp_path, name, revision, words):
-    result, _ = fetch(url(server), tmp_path, name, revision)
-    assert (result["error"], result["model"]) == ("DownloadError", name)
-    assert words in result["message"]
+def test_a_cut_connection_is_resumed(server, tmp_path):
+    server.cut[SECOND] = 100_000
+    pulled = pull(server, tmp_path)
+    assert Path(pulled["result"]["path"], SECOND).read_bytes() == FILES[SECOND]
+    spans = [path.partition("bytes=")[2] for path in server.fetched(SECOND)]
+    assert spans == ["", "100000-", "200000-"]
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_pull_keeps_what_has_come(server, tmp_path, how):
+    server.held.add(SECOND)
+    process = cli(server.url, tmp_path, "pull", "test/model")
+    assert server.holding.wait(30)
+    blobs, half = tmp_path / "hub" / "models--test--model" / "blobs", len(FILES[SECOND]) // 2
+    while [path.stat().st_size for path in blobs.glob("*" + PARTIAL_SUFFIX)] != [half]:
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(how)
+    _, err = process.communicate(timeout=30)
+    if how == signal.SIGINT:
+        assert process.returncode == 130
+        assert "Stopped; `mlxserve pull test/model` goes on from here." in err
+    server.held.clear()
+    server.requested.clear()
+    pulled = pull(server, tmp_path)
+    assert Path(pulled["result"]["path"], SECOND).read_bytes() == FILES[SECOND]
+    (request,) = server.fetched(SECOND)
+    assert request.endswith(f" bytes={half}-")
+
+
+def test_a_damaged_file_is_fetched_again(server, tmp_path):
+    server.damaged[FIRST] = 1
+    pulled = pull(server, tmp_path)
+    assert Path(pulled["result"]["path"], FIRST).read_bytes() == FILES[FIRST]
+    assert f"{FIRST} of test/model came damaged; fetching it again" in pulled["stderr"]
+
+    blob = Path(pulled["result"]["path"], SECOND).resolve()
+    blob.write_bytes(b"x" + blob.read_bytes()[1:])
+    again = pull(server, tmp_path)
+    assert f"{SECOND} of test/model is damaged on this machine; fetching it again" in again["stderr"]
+    assert blob.read_bytes() == FILES[SECOND]
+
+
+def test_a_file_that_stays_damaged_is_reported(server, tmp_path):
+    server.damaged[FIRST] = 99
+    pulled, listed = run(server.url, tmp_path, PULL, LIST)
+    assert pulled["error"] == "DownloadError"
+    assert f"{FIRST} of test/model came damaged twice: it has not the SHA-256" in pulled["message"]
+    assert "test/model" not in [model["name"] for model in listed["result"]]
+
+
+REFUSALS = {
+    "test/none": "test/none is not on the hub, or is private: check the spelling, or log in",
+    "test/gated": "test/gated asks for its licence to be accepted",
+    "test/model@v9": "test/model has no revision 'v9'",
+    "test/nothing": "it has no weights in model*.safetensors or GGUF files",
+    "test/pickles": "it has its weights as pickles, which can run code when they are read",
+    "test/own-code": "it needs its own code ('own.py'), which mlxserve never runs",
+    "test/auto-map": "it needs its own code: the model type 'never_heard_of' is not one of mlx-lm's",
+    "test/no-tokenizer": "it has no tokenizer (tokenizer.json)",
+    "test/model:Q4_0": "it has no GGUF files; leave the quantisation out of the name",
+    "test/gguf:Q4_K_M": "it has no GGUF file of Q4_K_M that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
+    "test/gguf:Q4_1": "it has no GGUF file of Q4_1 that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
+    "test/k-quants": "it has no GGUF file that can be read (it has IQ2_XS, Q4_K_M; ",
+    "test/gemma-gguf": "architecture 'gemma3' is not supported in GGUF files",
+}
+
+
+def test_what_is_refused_before_any_weights_come(server, tmp_path):
+    results = finish(start(server.url, tmp_path, *({"method": "pull", "name": name} for name in REFUSALS)))
+    assert {name: result["error"] for name, result in zip(REFUSALS, results, strict=True)} == dict.fromkeys(
+        REFUSALS, "DownloadError"
+    )
+    for words, result in zip(REFUSALS.values(), results, strict=True):
+        assert words in result["message"]
+    assert not any("safetensors" in path or "gguf" in path for path in server.requested if "/resolve/" in path)
+
+
+def test_a_type_that_mlx_lm_maps_to_another_needs_no_code(server, tmp_path):
+    assert pull(server, tmp_path, "test/remapped")["result"]["name"] == "test/remapped"
+
+
+@pytest.mark.parametrize(("name", "file"), [("test/gguf", "m-Q8_0.gguf"), ("test/gguf:q4_0", "m-Q4_0.gguf")])
+def test_one_gguf_file_is_fetched(server, tmp_path, name, file):
+    result = pull(server, tmp_path, name)
+    # What it holds is no model, which is found out when it is here.
+    assert (result["error"], file in result["message"]) == ("ModelLoadError", True)
+    assert {path.split("/")[-1] for path in server.requested if path.startswith("GET ") and "/resolve/" in path} == {
+        file
+    }
+
+
+def test_disk_full(server, tmp_path):
+    result = pull(server, tmp_path, free=100_000)
+    assert result["error"] == "DownloadError"
+    assert re.search(
+        r"test/model needs 0\.00 GB more and the disk of \S+ has 0\.00 GB free; make room", result["message"]
+    )
+    assert not server.fetched(FIRST)
+
+
+def test_two_pulls_in_one_process_share_a_download(server, tmp_path):
+    server.held.add(SECOND)
+    process = start(server.url, tmp_path, PULL, PULL, PULL, order="at-once")
+    assert server.holding.wait(30)
+    server.release.set()
+    outcomes = finish(process)
+    assert len(outcomes) == 3
+    assert {each["result"]["name"] for each in outcomes} == {"test/model"}
+    assert all(each["progress"][-1] == [TOTAL, TOTAL] for each in outcomes)
+    assert len(server.fetched(SECOND)) == len(server.fetched(FIRST)) == 1
+
+
+def test_two_processes_share_a_download_and_both_see_it(server, tmp_path):
+    server.held.add(SECOND)
+    first = start(server.url, tmp_path, PULL)
+    assert server.holding.wait(30)
+    second = cli(server.url, tmp_path, "pull", "test/model")
+    # What the first one has brought by now; the second one has asked for no file.
+    assert second.stderr is not None
+    assert re.fullmatch(r"downloading test/model: [1-9]0 % of 0 MB\n", second.stderr.readline())
+    server.release.set()
+    (outcome,) = finish(first)
+    assert outcome["progress"][-1] == [TOTAL, TOTAL]
+    _, err = second.communicate(timeout=60)
+    assert (second.returncode, err.endswith("success\n")) == (0, True)
+    assert len(server.fetched(SECOND)) == len(server.fetched(FIRST)) == 1
+
+
+def test_who_gives_up_leaves_the_others_their_download(server, tmp_path):
+    server.held.add(SECOND)
+    process = start(server.url, tmp_path, PULL, {**PULL, "gives_up": True}, order="at-once")
+    assert process.stderr is not None
+    assert process.stderr.readline() == "gave up\n"
+    server.release.set()
+    outcomes = sorted(finish(process), key=lambda outcome: "error" in outcome)
+    assert outcomes[0]["result"]["name"] == "test/model"
+    assert outcomes[1]["error"] == "DownloadCancelled"
+    assert len(server.fetched(SECOND)) == 1
+
+
+def test_a_download_that_nobody_wants_ends(server, tmp_path):
+    server.held.add(SECOND)
+    outcome, again = run(server.url, tmp_path, {**PULL, "gives_up": True}, SHOW)
+    assert outcome["error"] == "DownloadCancelled"
+    assert again["error"] == "ModelNotFound"
 
 
 def test_offline(tmp_path):
     for environ in ({}, {"HF_HUB_OFFLINE": "1"}):
-        result, _ = fetch(closed_url(), tmp_path, **environ)
+        result, shown = run(closed_url(), tmp_path, PULL, SHOW, **environ)
         assert result["error"] == "DownloadError"
         assert "; connect to the network (and unset HF_HUB_OFFLINE if it is set)" in result["message"]
-    result, _ = fetch(closed_url(), tmp_path, local_files_only=True)
-    assert "test/model is not on this machine; download it first: mlxserve run test/model" in result["message"]
+        assert shown["error"] == "ModelNotFound"
+        assert "test/model is not on this machine; download it first: mlxserve pull test/model" in shown["message"]
 
 
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (OSError(28, "No space left on device"), "the disk is full while downloading a/b; make room or set HF_HOME"),
-        (TimeoutError("timed out"), "downloading a/b failed (TimeoutError: timed out); try again"),
-    ],
-)
-def test_failures_of_the_machine(monkeypatch, error, words):
-    def fail(*args, **kwargs):
-        raise error
+def test_removing_frees_what_no_other_revision_has(server, tmp_path):
+    server.repos["test/model"].commits["next"] = "f" * 40
+    name = "test/model@next"
+    *_, removed = run(server.url, tmp_path, PULL, {**PULL, "name": name}, {**REMOVE, "name": name})
+    assert removed["result"] == 0
+    blobs = tmp_path / "hub" / "models--test--model" / "blobs"
+    assert sum(path.stat().st_size for path in blobs.iterdir()) == TOTAL
+    removed, gone = run(server.url, tmp_path, REMOVE, REMOVE)
+    assert removed["result"] == TOTAL
+    assert not blobs.exists()
+    assert (gone["error"], "test/model is not on this machine" in gone["message"]) == ("ModelNotFound", True)
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fail)
-    with pytest.raises(DownloadError) as caught:
-        hub.ensure_local(ModelSource("alias", HubRepo("a/b")))
-    assert words in str(caught.value)
-    assert caught.value.model == "alias"
+
+def test_a_link_out_of_the_store_is_refused(server, tmp_path):
+    folder = Path(pull(server, tmp_path)["result"]["path"])
+    assert folder.name == COMMIT
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to("/etc/hostname")
+    shown, listed, removed = run(server.url, tmp_path, SHOW, LIST, REMOVE)
+    assert shown["error"] == "ModelLoadError"
+    assert "which is outside of the hub's cache; remove it (mlxserve rm test/model)" in shown["message"]
+    assert "test/model" not in [model["name"] for model in listed["result"]]
+    assert removed["result"] > 0
+
+
+def test_commands_against_the_hub(server, tmp_path):
+    def command(*words):
+        process = cli(server.url, tmp_path, *words)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    assert command("pull", "test/model")[::2] == (0, "downloading test/model: 100 % of 0 MB\nsuccess\n")
+    listed = json.loads(command("list", "test", "--json")[1])
+    assert [(model["name"], model["size"], model["source"]) for model in listed] == [
+        ("test/model", TOTAL, "test/model")
+    ]
+    assert "test/model   -      7" in command("search", "MODEL")[1]
+    code, _, err = command("pull", "test/none")
+    assert (code, err.startswith("Error: test/none is not on the hub")) == (1, True)
+    assert command("rm", "test/model")[1] == f"deleted 'test/model', {TOTAL / 1e3:.0f} KB freed\n"
+
+
+def test_a_search_without_a_network(tmp_path):
+    process = cli(closed_url(), tmp_path, "search", "x")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.startswith("Error: searching 'x' failed, the hub cannot be reached (")
 
 
 def test_sources_of_this_machine(tmp_path):

@@ -23,9 +23,10 @@ from helpers_engine import (
 from helpers_scheduler import BLOCK_SIZE
 
 from mlxserve.config import EngineConfig
+from mlxserve.core.generation import ChatPrompt, TextPrompt
 from mlxserve.engine.engine_thread import MAX_FAILURES_IN_A_ROW
 from mlxserve.engine.model_host import ModelHost
-from mlxserve.errors import EngineDead, EngineError, ModelLoadError, ModelNotFound, RequestCancelled
+from mlxserve.errors import EngineDead, EngineError, InvalidParameter, ModelLoadError, ModelNotFound, RequestCancelled
 from mlxserve.store.registry import Registry
 
 
@@ -188,6 +189,18 @@ async def test_the_list_of_models(build: FakeBuild, registry: Registry) -> None:
         info = host.models()[0]
         assert (info.name, info.loaded, info.context_length, info.description) == ("one", True, 50, "The first")
         assert [info.name for info in host.models()].count("one") == 1
+
+
+@on_loop
+async def test_tokens_are_counted_as_generating_counts_them(build: FakeBuild, registry: Registry) -> None:
+    async with hosting(registry) as host:
+        model = await host.get("one")
+        request = make_generation_request("r", "the cat sat")
+        assert await model.count_tokens(request.prompt) == (await model.generate(request)).num_prompt_tokens
+        too_long = TextPrompt("cat " * CONTEXT_LENGTH)
+        assert await model.count_tokens(too_long) > CONTEXT_LENGTH
+        with pytest.raises(InvalidParameter, match="chat template"):
+            await model.count_tokens(ChatPrompt(({"role": "user", "content": "Hi"},)))
 
 
 # --- death and resurrection ---

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import openai
 import pytest
 
@@ -83,6 +84,23 @@ def stream(client: openai.OpenAI, case: dict[str, Any]) -> tuple[list[bytes], st
 @pytest.mark.parametrize("case", SHORT_CASES[:3], ids=lambda case: case["name"])
 def test_alone(client: openai.OpenAI, tokenizer: Tokenizer, case: dict[str, Any]) -> None:
     check(tokenizer, case, *ask(client, case))
+
+
+@pytest.mark.parametrize("case", SHORT_CASES[:1], ids=lambda case: case["name"])
+def test_through_anthropics_client(client: openai.OpenAI, case: dict[str, Any]) -> None:
+    system = "\n".join(message["content"] for message in case["messages"] if message["role"] == "system")
+    prompt: dict[str, Any] = {
+        "model": "smollm2-135m",
+        "messages": [message for message in case["messages"] if message["role"] != "system"],
+        "system": system or anthropic.NOT_GIVEN,
+    }
+    address = str(client.base_url).removesuffix("/v1/")
+    with anthropic.Anthropic(base_url=address, api_key="none", max_retries=0, timeout=240) as other:
+        assert other.messages.count_tokens(**prompt).input_tokens == len(case["prompt_ids"])
+        with other.messages.stream(**prompt, max_tokens=64, extra_body={"temperature": 0}) as events:
+            reply = events.get_final_message()
+    assert reply.usage.input_tokens + (reply.usage.cache_read_input_tokens or 0) == len(case["prompt_ids"])
+    assert "".join(block.text for block in reply.content) == ask(client, case)[1]
 
 
 @pytest.mark.parametrize("how", [ask, stream])

@@ -52,6 +52,8 @@ def test_aliases_in_any_case_with_or_without_latest(registry, name):
         ("Org_1/My.Model-4bit", HubRepo("Org_1/My.Model-4bit", "main")),
         ("org/name@v1.0", HubRepo("org/name", "v1.0")),
         ("org/name@refs/pr/3", HubRepo("org/name", "refs/pr/3")),
+        ("org/name:Q8_0", HubRepo("org/name", "main", "Q8_0")),
+        ("org/name:Q4_0@v1.0", HubRepo("org/name", "v1.0", "Q4_0")),
     ],
 )
 def test_hub_names(registry, name, location):
@@ -188,7 +190,7 @@ def test_the_users_file_lies_in_the_configuration_folder(tmp_path, monkeypatch):
         ("x = 1\n", "[x] entry: must be a table"),
         ("[x]\n", "[x] source: is missing"),
         ("[x]\nsource = 'org/name'\n", "[x] source: must be a table, not 'org/name'"),
-        ("[x]\nsource = {}\n", "[x] source: needs repo (and revision), or package and file, or path; it has []"),
+        ("[x]\nsource = {}\n", "[x] source: needs repo (and revision, gguf), or package and file, or path; it has []"),
         ("[x]\nsource = { repo = 'a/b', file = 'c' }\n", "it has ['file', 'repo']"),
         ("[x]\nsource = { repo = 'a/b', path = 'c' }\n", "it has ['path', 'repo']"),
         ("[x]\nsource = { package = 'c' }\n", "it has ['package']"),
@@ -221,6 +223,34 @@ def test_a_wrong_file_is_told_where(tmp_path, text, words):
         registry.resolve("smollm2-135m", allow_paths=False)
     assert str(caught.value).startswith(str(tmp_path / "models.toml"))
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("# mine\n\n[x]\nsource = { repo = 'a/b' }\nstop = 'END'\n", "line 5: [x] stop: must be a list of texts"),
+        ("[y]\nsource = { repo = 'a/b' }\n\n['x.1']\nsystem = ''\n", "line 5: [x.1] system: must be text, not ''"),
+        ("[x]\ncontext_length = 7\n", "line 1: [x] source: is missing"),
+        ("[x.source]\nrepo = 'a/b'\nrevision = 'm'\n[x.sampling]\ntop_k = 1.5\n", "line 5: [x] sampling.top_k: "),
+        ("x.source.repo = 'a/b'\nx.context_length = 0\n", "line 2: [x] context_length: "),
+        ("[x]\nsource = { repo = 'a/b', gguf = '../Q' }\n", "line 2: [x] source.gguf: '../Q' is not a quantisation"),
+        ("[x]\nsource = \n", "(at line 2, column 10)"),
+    ],
+)
+def test_a_wrong_file_is_told_by_line(tmp_path, text, line):
+    with pytest.raises(ConfigError) as caught:
+        assert with_user_file(tmp_path, text).aliases
+    assert line in str(caught.value)
+
+
+def test_a_changed_file_is_read_again(tmp_path):
+    registry = with_user_file(tmp_path, "[x]\nsource = { repo = 'a/b' }\n")
+    assert registry.resolve("x", allow_paths=False).system is None
+    new = tmp_path / "new.toml"
+    new.write_text("[x]\nsource = { repo = 'a/b', gguf = 'q8_0' }\nsystem = 'Be brief.'\nstop = ['END']\n")
+    new.rename(tmp_path / "models.toml")
+    source = registry.resolve("x", allow_paths=False)
+    assert (source.location, source.system, source.stop) == (HubRepo("a/b", "main", "Q8_0"), "Be brief.", ("END",))
 
 
 def test_a_file_that_is_no_text(tmp_path):

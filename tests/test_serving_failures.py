@@ -92,6 +92,8 @@ def test_a_reader_that_stops_holds_up_nobody_and_loses_nothing(build: FakeBuild,
             wait_until(lambda: server.metric("num_requests_running") == 0)
             assert server.metric("kv_cache_blocks_used") == 0
             assert server.host.num_in_flight > 0
+            # asyncio's high-water mark and one write beyond it, where 2,400 chunks would be some 500 kB.
+            assert 0 < server.num_unsent_bytes() < 70_000
             events = events_of(caller.read_to_end())
         assert events[-1] == "[DONE]"
         for index, prompt in enumerate(prompts):

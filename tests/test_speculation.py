@@ -25,6 +25,7 @@ from mlxserve.config import SPECULATION_KINDS, EngineConfig
 from mlxserve.core.generation import Finished, TextDelta, Usage
 from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.step import RequestOutput, SampledToken
+from mlxserve.engine.answer_text import AnswerText
 from mlxserve.engine.engine_thread import Computed
 from mlxserve.engine.generation import Generation
 from mlxserve.engine.journal import RequestTrace
@@ -101,8 +102,7 @@ def generation_of(
     timeline = Timeline()
     return Generation(
         request,
-        stop=stop,
-        detokenizer=IncrementalDetokenizer(tokenizer()),
+        text=AnswerText(IncrementalDetokenizer(tokenizer()), stop),
         timeline=timeline,
         trace=RequestTrace(request.request_id, "fake", timeline, 0, None),
         abort=lambda reason: None,

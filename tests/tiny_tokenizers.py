@@ -1,6 +1,7 @@
 """Tokenizers of a few hundred tokens, of each kind that models use, trained on the spot."""
 
 import json
+from collections.abc import Sequence
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
@@ -25,6 +26,15 @@ def byte_level() -> PreTrainedTokenizerFast:
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(CORPUS, trainer)
     return _finish(tokenizer)
+
+
+def chatting(chat_template: str, *, special: Sequence[str] = (), added: Sequence[str] = ()) -> PreTrainedTokenizerFast:
+    """byte_level() with more tokens and a chat template."""
+    tokenizer = byte_level()
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in added])
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def single_bytes() -> PreTrainedTokenizerFast:

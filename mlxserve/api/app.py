@@ -11,11 +11,15 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from mlxserve.api.anthropic.routes import AnthropicRoutes
 from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
+from mlxserve.api.models import model_routes
 from mlxserve.api.ollama.routes import OllamaRoutes
+from mlxserve.api.openai.responses.routes import ResponseRoutes
 from mlxserve.api.openai.routes import OpenAIRoutes
+from mlxserve.api.openai.text_routes import TextRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
 from mlxserve.api.security import Security, is_loopback
@@ -55,6 +59,9 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
         allow_pull=is_loopback(config.host) if config.allow_pull is None else config.allow_pull,
         model_dirs=[Path(folder) for folder in config.model_dirs],
     )
+    responses = ResponseRoutes(host, max_body_bytes=config.max_body_bytes)
+    anthropic = AnthropicRoutes(host, max_body_bytes=config.max_body_bytes)
+    texts = TextRoutes(host, max_body_bytes=config.max_body_bytes)
     debug = DebugRoutes(host)
     page = PageRoutes(read_files())
     app = Starlette(
@@ -62,9 +69,13 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             Route("/health", health),
             Route("/metrics", scrape),
             *debug.routes(),
+            *model_routes(openai, anthropic),
             *openai.routes(),
             *ollama.routes(),
             Route("/", root),
+            *responses.routes(),
+            *anthropic.routes(),
+            *texts.routes(),
             *page.routes(),
         ],
         middleware=[
@@ -86,7 +97,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"{request.method} {request.url.path} is not part of this API."
         error = HTTPException(error.status_code, detail, headers=error.headers)
-    return error_response(error, request.url.path)
+    return error_response(error, request.scope)
 
 
 async def _answer_nobody(request: Request, error: Exception) -> Response:

@@ -66,6 +66,8 @@ class StreamFormat:
     """The response that sends these pieces; the second argument is called when it is over, however it ended."""
     failure: Callable[[Exception], bytes]
     """The piece that tells of an error, after which the stream ends."""
+    waiting: bytes = b""
+    """The piece that says nothing but that the answer is still to come; sent where headers go out before it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +181,8 @@ class Exchange:
         return stream.respond(pieces, close)
 
     async def _late_pieces(self, admission: "asyncio.Task[Answer]", stream: StreamFormat) -> AsyncIterator[bytes]:
+        if stream.waiting:
+            yield stream.waiting
         try:
             answer = await admission
         except Exception as error:
@@ -219,8 +223,8 @@ class Exchange:
             self._lease.release()
 
 
-def reply_id(request: Request, prefix: str) -> str:
+def reply_id(request: Request, prefix: str, separator: str = "-") -> str:
     """The id of a reply, which the request goes by from now on."""
-    request_id = f"{prefix}-{request.state.request_id.removeprefix('req-')}"
+    request_id = f"{prefix}{separator}{request.state.request_id.removeprefix('req-')}"
     request.state.request_id = request_id
     return request_id

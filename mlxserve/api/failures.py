@@ -10,6 +10,7 @@ The kinds are OpenAI's.
 | 403    | invalid_request_error | forbidden                                                                  |
 | 404    | not_found_error       | model_not_found, request_not_found, unknown_url                            |
 | 405    | invalid_request_error | method_not_allowed                                                         |
+| 409    | invalid_request_error | model_in_use                                                               |
 | 413    | invalid_request_error | request_too_large                                                          |
 | 415    | invalid_request_error | unsupported_media_type                                                     |
 | 429    | rate_limit_error      | queue_full, with Retry-After                                               |
@@ -29,6 +30,7 @@ from mlxserve.errors import (
     EngineDead,
     EngineError,
     ModelError,
+    ModelInUse,
     ModelLoadError,
     ModelNotFound,
     QueueFull,
@@ -45,6 +47,7 @@ _KINDS: dict[type, tuple[int, str, str]] = {
     RequestNotFound: (404, "not_found_error", "request_not_found"),
     ModelNotFound: (404, "not_found_error", "model_not_found"),
     ModelLoadError: (500, "server_error", "model_load_failed"),
+    ModelInUse: (409, "invalid_request_error", "model_in_use"),
     DownloadError: (503, "server_error", "download_failed"),
     CapacityError: (503, "server_error", "no_capacity"),
     QueueFull: (429, "rate_limit_error", "queue_full"),

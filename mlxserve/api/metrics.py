@@ -38,6 +38,7 @@ class Metrics:
         self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of requests that ended")
         self._cached_tokens = self._counter("cached_prompt_tokens", "Of these, the ones found in the prefix cache")
         self._generation_tokens = self._counter("generation_tokens", "Tokens generated for requests that ended")
+        self._reasoning_tokens = self._counter("reasoning_tokens", "Of these, tokens of the reasoning")
         self._time_to_first_token = self._histogram(
             "time_to_first_token_seconds", "Received to first token handed out", _TTFT_BUCKETS
         )
@@ -94,6 +95,7 @@ class Metrics:
         self._prompt_tokens.labels(model).inc(usage.num_prompt_tokens)
         self._cached_tokens.labels(model).inc(usage.num_cached_tokens)
         self._generation_tokens.labels(model).inc(usage.num_generated_tokens)
+        self._reasoning_tokens.labels(model).inc(usage.num_reasoning_tokens)
         if usage.num_prompt_tokens > 0:
             self._front_end_time.labels(model).observe(timings.front_end)
             self._request_prompt_tokens.labels(model).observe(usage.num_prompt_tokens)

@@ -48,7 +48,7 @@ class RequestScope:
             logger.exception("%s %s failed (%s)", scope["method"], scope["path"], state["request_id"])
             if started:
                 raise
-            await error_response(error, scope["path"])(scope, receive, send_with_id)
+            await error_response(error, scope)(scope, receive, send_with_id)
         finally:
             if (on_sent := state.get("on_sent")) is not None:
                 on_sent()

@@ -56,7 +56,7 @@ class Security:
                 response_headers.add_vary_header("Origin")
                 if accepted_origin is not None:
                     response_headers["access-control-allow-origin"] = accepted_origin
-                    response_headers["access-control-expose-headers"] = "x-request-id, retry-after"
+                    response_headers["access-control-expose-headers"] = "x-request-id, request-id, retry-after"
             await send(message)
 
         try:
@@ -71,7 +71,7 @@ class Security:
             elif scope["path"] not in self._paths_without_key:
                 self._check_api_key(headers)
         except HTTPException as error:
-            answerer = error_response(error, scope["path"])
+            answerer = error_response(error, scope)
         await answerer(scope, receive, send_secured)
 
     def _check_host(self, headers: Headers) -> None:

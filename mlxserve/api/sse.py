@@ -12,6 +12,9 @@ from starlette.types import Receive, Scope, Send
 KEEP_ALIVE_SECONDS = 15.0
 
 DONE = b"data: [DONE]\n\n"
+WAITING = b": keep-alive\n\n"
+
+COMMENT = ServerSentEvent(comment="keep-alive", sep="\n")
 
 # sse-starlette would cut every stream at the first Ctrl-C; the server gives running requests time to finish instead.
 AppStatus.enable_automatic_graceful_drain = False
@@ -20,23 +23,25 @@ AppStatus.enable_automatic_graceful_drain = False
 logging.getLogger("sse_starlette").setLevel(logging.INFO)
 
 
-def event(content: dict[str, Any]) -> bytes:
-    return (
-        b"data: " + json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n\n"
-    )
+def event(content: dict[str, Any], name: str | None = None) -> bytes:
+    head = "" if name is None else f"event: {name}\n"
+    data = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return f"{head}data: {data}\n\n".encode()
 
 
 class EventStream(EventSourceResponse):
-    """A stream of ready-made events, with a comment every KEEP_ALIVE_SECONDS to keep the connection alive.
+    """A stream of ready-made events, with `keep_alive` every KEEP_ALIVE_SECONDS to keep the connection alive.
 
     `on_close` is called when the response is over, however it ended, and also when its first event was never asked for.
     """
 
-    def __init__(self, events: AsyncIterator[bytes], *, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, events: AsyncIterator[bytes], *, on_close: Callable[[], None], keep_alive: ServerSentEvent = COMMENT
+    ) -> None:
         super().__init__(
             events,
             ping=KEEP_ALIVE_SECONDS,
-            ping_message_factory=lambda: ServerSentEvent(comment="keep-alive", sep="\n"),
+            ping_message_factory=lambda: keep_alive,
         )
         self._on_close = on_close
 

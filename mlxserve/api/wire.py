@@ -1,7 +1,7 @@
 """What the bodies of requests have in common in all dialects: strict about types, and no field ignored in silence."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
@@ -40,10 +40,28 @@ class WireModel(BaseModel):
 
 
 Schema = TypeVar("Schema", bound=WireModel)
+Location = tuple[int | str, ...]
+"""Where a field is: names, and indices of lists. What begins with a colon is the tag of a union, and no field."""
 
 
-def parse(schema: type[Schema], body: bytes) -> Schema:
-    """The request in a JSON body.
+def bracketed(location: Location) -> str:
+    """A field as OpenAI writes it: `messages[0].content`."""
+    path = ""
+    for step in location:
+        if isinstance(step, int):
+            path += f"[{step}]"
+        elif not step.startswith(":"):
+            path += f".{step}" if path else step
+    return path
+
+
+def dotted(location: Location) -> str:
+    """A field as Anthropic writes it: `messages.0.content`."""
+    return ".".join(str(step) for step in location if isinstance(step, int) or not step.startswith(":"))
+
+
+def parse(schema: type[Schema], body: bytes, path: Callable[[Location], str] = bracketed) -> Schema:
+    """The request in a JSON body. `path` writes the place of a field for errors.
 
     Raises:
         InvalidParameter: not UTF-8, not JSON (NaN, lone surrogates, more than 200 levels), or a wrong field.
@@ -62,13 +80,13 @@ def parse(schema: type[Schema], body: bytes) -> Schema:
     try:
         return schema.model_validate(content)
     except ValidationError as error:
-        raise _invalid_parameter(error) from error
+        raise _invalid_parameter(error, path) from error
 
 
-def _invalid_parameter(error: ValidationError) -> InvalidParameter:
-    """The first thing pydantic found wrong, with the path of its field as OpenAI writes it: `messages[0].content`."""
+def _invalid_parameter(error: ValidationError, path: Callable[[Location], str]) -> InvalidParameter:
+    """The first thing pydantic found wrong, with the path of its field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    kind, location = first["type"], _path(first["loc"])
+    kind, location = first["type"], path(first["loc"])
     if not location:
         return InvalidParameter("The body must be a JSON object.", code="invalid_type")
     fallback = "invalid_type" if kind.endswith("_type") else "invalid_value"
@@ -82,20 +100,15 @@ def _invalid_parameter(error: ValidationError) -> InvalidParameter:
     return InvalidParameter(message, param=location, code=_PYDANTIC_CODES.get(kind, fallback))
 
 
-def _path(location: tuple[int | str, ...]) -> str:
-    path = ""
-    for step in location:
-        if isinstance(step, int):
-            path += f"[{step}]"
-        elif not step.startswith(":"):  # tags of unions, which are no fields
-            path += f".{step}" if path else step
-    return path
-
-
 async def read_body(
-    request: Request, schema: type[Schema], max_bytes: int, media_types: Collection[str] = JSON
+    request: Request,
+    schema: type[Schema],
+    max_bytes: int,
+    *,
+    path: Callable[[Location], str] = bracketed,
+    media_types: Collection[str] = JSON,
 ) -> Schema:
-    """The body of a request; arguments as those of read_json_body().
+    """The body of a request; `max_bytes` and `media_types` as of read_json_body(), `path` as of parse().
 
     Raises:
         HTTPException, ClientDisconnect: as read_json_body().
@@ -103,5 +116,5 @@ async def read_body(
     """
     data = await read_json_body(request, max_bytes, media_types)
     if len(data) <= INLINE_BODY_BYTES:
-        return parse(schema, data)
-    return await asyncio.to_thread(parse, schema, data)
+        return parse(schema, data, path)
+    return await asyncio.to_thread(parse, schema, data, path)

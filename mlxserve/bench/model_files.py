@@ -46,7 +46,7 @@ def read(name: str) -> ModelFiles:
     try:
         path = hub.find_local(Registry().resolve(name, allow_paths=True))
         if path is None:
-            raise BenchError(f"the files of {name} are not on this machine; `mlxserve run {name} ''` fetches them")
+            raise BenchError(f"the files of {name} are not on this machine; `mlxserve pull {name}` fetches them")
         if path.is_file():
             return _read_gguf(name, path)
     except ConfigError:

@@ -4,29 +4,65 @@ import logging
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from mlxserve import __version__
+from mlxserve.cli import console
 from mlxserve.cli.bench import bench
-from mlxserve.cli.run import run
+from mlxserve.cli.completion import completion, prepare_completion
+from mlxserve.cli.doctor import doctor
+from mlxserve.cli.edit_models import cp, create, rm
+from mlxserve.cli.loaded_models import ps, stop
+from mlxserve.cli.models import list_models, search, show
+from mlxserve.cli.pull import pull
+from mlxserve.cli.run import RunCommand, run
 from mlxserve.cli.serve import serve
+from mlxserve.cli.service import service
+from mlxserve.cli.settings import show_config
 from mlxserve.cli.top import top
 from mlxserve.errors import MlxserveError
 
+
+class RootGroup(TyperGroup):
+    """Its help is the list of commands, which alone nearly fills a screen; the options stand in the first line."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["[--version]", "[--help]", "COMMAND", "[ARGS]..."]
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        self.format_commands(ctx, formatter)
+
+
 app = typer.Typer(
     name="mlxserve",
-    help="Serve language models from one process.\n\nExample: mlxserve run qwen3-4b 'Why is the sky blue?'",
+    cls=RootGroup,
+    help="Example: mlxserve run qwen3-4b 'Why is the sky blue?'",
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-app.command()(run)
+app.command(cls=RunCommand)(run)
 app.command()(serve)
+app.command()(pull)
+app.command("list")(list_models)
+app.command("ls", hidden=True)(list_models)
+app.command()(show)
+app.command()(search)
+app.command()(cp)
+app.command()(create)
+app.command()(rm)
+app.command()(ps)
+app.command()(stop)
 app.command()(top)
 app.add_typer(bench, name="bench")
+app.command()(doctor)
+app.command("config")(show_config)
+app.command()(completion)
+app.add_typer(service, name="service")
 
 
 def _print_version(wanted: bool) -> None:
@@ -46,14 +82,33 @@ def _root(
 
 def main() -> None:
     """Run the command of sys.argv and exit: 0, 1 after `Error: ...` on stderr, 2 for wrong usage, 130 for Ctrl-C."""
+    prepare_completion()
     try:
-        app()
+        _run()
+    except BrokenPipeError:
+        console.abandon_stdout()
+        sys.exit(0)
     except MlxserveError as error:
         _fail(str(error))
     except OSError as error:
         _fail(str(error))
     except Exception as error:
         _fail(f"{type(error).__name__}: {error}. This is a fault of mlxserve; MLXSERVE_DEBUG=1 shows where.")
+
+
+def _run() -> NoReturn:
+    """Run the command and raise SystemExit; or BrokenPipeError, where nobody reads stdout any more."""
+    try:
+        app(prog_name="mlxserve")
+    except SystemExit as ended:
+        # Typer makes exit code 1 of it.
+        if isinstance(ended.__context__, BrokenPipeError):
+            raise ended.__context__ from None
+        if sys.stdout is not None:
+            # Now, and not when Python ends: then it could only complain.
+            sys.stdout.flush()
+        raise
+    raise AssertionError("typer exits")
 
 
 def _fail(message: str) -> None:

@@ -1,5 +1,6 @@
 """Where `mlxserve run` gets its answers: a server that is running, or the engine inside this process."""
 
+import asyncio
 import dataclasses
 import secrets
 import time
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from mlxserve import blas
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.config import EngineConfig
-from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, TextDelta
+from mlxserve.core.generation import ChatPrompt, Finished, GenerationRequest, ReasoningDelta, TextDelta
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 Message = dict[str, Any]
 """{"role": "system" | "user" | "assistant", "content": str}"""
+AnswerEvent = TextDelta | ReasoningDelta | Finished
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,20 +32,30 @@ class ModelFacts:
     """Label -> value, in the order to print."""
     default_sampling: dict[str, Any] = field(default_factory=dict)
     template: str | None = None
-    """The chat template; None where it is not known here."""
+    """The chat template; None where it is not known here, as in the fields below."""
+    system: str | None = None
+    """The system message of chats that have none of their own."""
+    license: str | None = None
+    context_length: int | None = None
 
 
 class ChatBackend(Protocol):
     """One model that answers messages."""
 
-    async def load(self) -> float:
-        """Make the model ready to answer; seconds that took, 0 if it was ready. Call it before answer()."""
+    async def load(self, keep_alive: float | None = None) -> float:
+        """Make the model ready to answer; seconds that took, 0 if it was ready. Call it before answer().
 
-    def facts(self) -> ModelFacts:
+        `keep_alive`: from now on it stays in a server's memory for so many seconds, as in open_backend().
+        """
+
+    async def facts(self) -> ModelFacts:
         """What is known of the model, once loaded."""
 
-    def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[str | Finished, None]:
-        """The answer's text piece by piece, then one Finished. Cancelling the reader cancels the answer.
+    async def models(self) -> list[str]:
+        """Names of the models that can be asked without a download."""
+
+    def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[AnswerEvent, None]:
+        """The answer piece by piece, then one Finished. Cancelling the reader cancels the answer.
 
         Raises:
             MlxserveError: it cannot be had, or ends early.
@@ -70,7 +82,8 @@ class LocalBackend:
         self._host: ModelHost | None = None
         self._served: ServedModel | None = None
 
-    async def load(self) -> float:
+    async def load(self, keep_alive: float | None = None) -> float:
+        # Nothing here outlives the command, so there is nothing to keep.
         if self._served is not None:
             return 0.0
         start = time.monotonic()
@@ -95,7 +108,7 @@ class LocalBackend:
         self._served = await self._host.get(self._model)
         return time.monotonic() - start
 
-    def facts(self) -> ModelFacts:
+    async def facts(self) -> ModelFacts:
         served = self._loaded()
         description = served.description
         return ModelFacts(
@@ -108,13 +121,19 @@ class LocalBackend:
             },
             default_sampling=dict(description.default_sampling),
             template=served.tokenizer.chat_template,
+            context_length=description.context_length,
         )
 
-    async def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[str | Finished, None]:
+    async def models(self) -> list[str]:
+        from mlxserve.store.registry import Registry
+
+        return [card.name for card in await asyncio.to_thread(Registry().available)]
+
+    async def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[AnswerEvent, None]:
         served = self._loaded()
         request = GenerationRequest(
             request_id=f"run-{secrets.token_hex(8)}",
-            prompt=ChatPrompt(messages=tuple(messages)),
+            prompt=ChatPrompt(messages=tuple(messages), reasoning=parameters.reasoning),
             sampling=SamplingParams(**{**served.default_sampling, **parameters.sampling()}),
             stop=parameters.stop,
             grammar=parameters.grammar,
@@ -122,10 +141,8 @@ class LocalBackend:
         generation = await served.generate(request)
         try:
             async for event in generation:
-                if isinstance(event, Finished):
+                if isinstance(event, TextDelta | ReasoningDelta | Finished):
                     yield event
-                elif isinstance(event, TextDelta) and event.text:
-                    yield event.text
         finally:
             generation.cancel()
 
@@ -142,18 +159,20 @@ class LocalBackend:
 
 async def open_backend(
     model: str,
-    engine_config: EngineConfig,
     *,
+    engine_config: EngineConfig,
     host: str,
     port: int,
     api_key: str | None = None,
     threads: int | None = None,
     local: bool = False,
+    keep_alive: float | None = None,
     progress: "ProgressCallback | None" = None,
 ) -> ChatBackend:
     """The server at host:port if one runs there and has the model, else the engine in this process.
 
-    `local` never looks for a server.
+    `local` never looks for a server. `keep_alive`: seconds that a server keeps the model loaded after each answer;
+    None: its setting, negative: for ever.
 
     Raises:
         ConfigError: the server wants another API key.
@@ -161,7 +180,7 @@ async def open_backend(
     if not local:
         from mlxserve.cli.http_backend import find_server
 
-        server = await find_server(model, host, port, api_key)
+        server = await find_server(model, host, port, api_key, keep_alive=keep_alive)
         if server is not None:
             return server
     return LocalBackend(model, engine_config, threads=threads, progress=progress)

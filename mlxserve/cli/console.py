@@ -14,12 +14,34 @@ _CONTROLS = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if 
 
 def write_answer(text: str) -> None:
     """Write a piece of an answer to stdout at once; bytes as they are to a file or pipe, no controls to a terminal."""
-    sys.stdout.write(text.translate(_CONTROLS) if sys.stdout.isatty() else text)
+    sys.stdout.write(clean(text) if sys.stdout.isatty() else text)
     sys.stdout.flush()
+
+
+def write_dimmed(text: str) -> None:
+    """Write clean text to stdout at once, less bright than an answer where stdout is a terminal that can."""
+    # Dim is no colour, so NO_COLOR does not speak of it.
+    dims = sys.stdout.isatty() and not is_dumb_terminal()
+    sys.stdout.write(f"\x1b[2m{text}\x1b[0m" if dims and text else text)
+    sys.stdout.flush()
+
+
+def clean(text: str) -> str:
+    """The text without control characters."""
+    return text.translate(_CONTROLS)
+
+
+def is_dumb_terminal() -> bool:
+    """Whether TERM says that escape sequences would only litter the screen."""
+    return os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
 
 
 def notice(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    notice(f"Warning: {text}")
 
 
 def read_stdin() -> str | None:

@@ -10,9 +10,9 @@ from urllib.parse import quote
 import httpx
 
 from mlxserve.cli.addresses import client_url
-from mlxserve.cli.chat_backend import Message, ModelFacts
-from mlxserve.cli.parameters import ChatParameters
-from mlxserve.core.generation import Finished, Timings, Usage
+from mlxserve.cli.chat_backend import AnswerEvent, Message, ModelFacts
+from mlxserve.cli.parameters import OLLAMA_NAMES, ChatParameters
+from mlxserve.core.generation import Finished, ReasoningDelta, TextDelta, Timings, Usage
 from mlxserve.core.request import FinishReason
 from mlxserve.errors import (
     CapacityError,
@@ -28,12 +28,19 @@ from mlxserve.errors import (
 PROBE_TIMEOUT = httpx.Timeout(1.0, connect=0.5)
 # Loading a model and a long prompt come before the first byte.
 ANSWER_TIMEOUT = httpx.Timeout(None, connect=5.0)
+DETAILS_TIMEOUT = 5.0
 
 
 async def find_server(
-    model: str, host: str, port: int, api_key: str | None, *, transport: httpx.AsyncBaseTransport | None = None
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    *,
+    keep_alive: float | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
 ) -> "HttpBackend | None":
-    """The server at host:port, if it is an mlxserve and has `model`; None otherwise.
+    """The server at host:port, if it is an mlxserve and has `model`; None otherwise. `keep_alive`: open_backend()'s.
 
     Raises:
         ConfigError: it wants another API key.
@@ -56,7 +63,7 @@ async def find_server(
         return None
     if reply.status_code == 200 and description.get("owned_by") == "mlxserve":
         client.timeout = ANSWER_TIMEOUT
-        return HttpBackend(model, client, description)
+        return HttpBackend(model, client, description, keep_alive)
     await client.aclose()
     if reply.status_code == 401 and reply.headers.get("server", "").startswith("mlxserve"):
         raise ConfigError(
@@ -69,29 +76,73 @@ async def find_server(
 class HttpBackend:
     """One model of a running server. `description` is what GET /v1/models/{model} said of it."""
 
-    def __init__(self, model: str, client: httpx.AsyncClient, description: dict[str, Any]) -> None:
+    def __init__(
+        self, model: str, client: httpx.AsyncClient, description: dict[str, Any], keep_alive: float | None = None
+    ) -> None:
         self._model = model
         self._client = client
         self._description = description
+        self._keep_alive = keep_alive
 
-    async def load(self) -> float:
-        if self._description.get("loaded"):
-            return 0.0
-        # The dialect has no call that only loads: a model is loaded by the first request for it.
-        start = time.monotonic()
-        async with contextlib.aclosing(self.answer([{"role": "user", "content": "."}], _ONE_TOKEN)) as events:
-            async for _ in events:
-                pass
-        self._description["loaded"] = True
-        return time.monotonic() - start
+    async def load(self, keep_alive: float | None = None) -> float:
+        seconds = 0.0
+        if not self._description.get("loaded") or keep_alive is not None:
+            # The dialect has no call that only loads: a model is loaded by the first request for it.
+            start = time.monotonic()
+            events = self._answer([{"role": "user", "content": "."}], _ONE_TOKEN, keep_alive)
+            async with contextlib.aclosing(events):
+                async for _ in events:
+                    pass
+            seconds = 0.0 if self._description.get("loaded") else time.monotonic() - start
+            self._description["loaded"] = True
+        return seconds
 
-    def facts(self) -> ModelFacts:
-        rows = {"model": self._model, "server": str(self._client.base_url)}
-        if self._description.get("context_length"):
-            rows["context length"] = str(self._description["context_length"])
-        return ModelFacts(rows=rows)
+    async def facts(self) -> ModelFacts:
+        # Asked anew: until a model is loaded, a server may not know how long its context is.
+        description = self._description | await self._ask("GET", f"/v1/models/{quote(self._model)}")
+        shown = await self._ask("POST", "/api/show", {"model": self._model})
+        details = shown.get("details") or {}
+        context_length = description.get("context_length")
+        rows = {
+            "model": self._model,
+            "server": str(self._client.base_url),
+            "architecture": details.get("family"),
+            "parameters": details.get("parameter_size"),
+            "context length": context_length,
+            "quantization": details.get("quantization_level"),
+            "capabilities": ", ".join(shown.get("capabilities") or ()),
+        }
+        return ModelFacts(
+            rows={label: str(value) for label, value in rows.items() if value},
+            default_sampling=_parameter_lines(shown.get("parameters") or ""),
+            template=shown.get("template") or None,
+            system=shown.get("system") or None,
+            license=shown.get("license") or None,
+            context_length=context_length,
+        )
 
-    async def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[str | Finished, None]:
+    async def _ask(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """What the server says there; nothing where it does not, since nothing depends on it but what is shown."""
+        with contextlib.suppress(httpx.HTTPError, ValueError):
+            reply = await self._client.request(method, path, json=body, timeout=DETAILS_TIMEOUT)
+            content = reply.json()
+            if reply.status_code == 200 and isinstance(content, dict):
+                return content
+        return {}
+
+    async def models(self) -> list[str]:
+        try:
+            reply = await self._client.get("/v1/models")
+            return [str(model["id"]) for model in reply.json()["data"]]
+        except (httpx.HTTPError, ValueError, TypeError, KeyError) as error:
+            raise EngineError(f"the server at {self._client.base_url} gave no list of models: {error}") from error
+
+    def answer(self, messages: list[Message], parameters: ChatParameters) -> AsyncGenerator[AnswerEvent, None]:
+        return self._answer(messages, parameters, self._keep_alive)
+
+    async def _answer(
+        self, messages: list[Message], parameters: ChatParameters, keep_alive: float | None
+    ) -> AsyncGenerator[AnswerEvent, None]:
         body = {
             "model": self._model,
             "messages": messages,
@@ -100,6 +151,8 @@ class HttpBackend:
             "timings": True,
             **parameters.given(),
         }
+        if keep_alive is not None:
+            body["keep_alive"] = keep_alive
         answer = _AnswerReader()
         try:
             async with self._client.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -108,9 +161,8 @@ class HttpBackend:
                 async for data in _sse_data(response):
                     if data == "[DONE]":
                         break
-                    text = answer.read(json.loads(data))
-                    if text:
-                        yield text
+                    for event in answer.read(json.loads(data)):
+                        yield event
         except httpx.HTTPError as error:
             raise EngineError(f"the connection to {self._client.base_url} was lost: {error}") from error
         except ValueError as error:
@@ -132,17 +184,21 @@ class _AnswerReader:
         self._usage: dict[str, Any] = {}
         self._timings: dict[str, float] = {}
 
-    def read(self, chunk: dict[str, Any]) -> str:
+    def read(self, chunk: dict[str, Any]) -> list[TextDelta | ReasoningDelta]:
         """The new text of a chunk."""
         if "error" in chunk:
             raise EngineError(chunk["error"]["message"])
         self._usage = chunk.get("usage") or self._usage
         self._timings = chunk.get("timings") or self._timings
-        text = ""
+        events: list[TextDelta | ReasoningDelta] = []
         for choice in chunk.get("choices", ()):
-            text += choice["delta"].get("content") or ""
+            delta = choice["delta"]
+            if thought := delta.get("reasoning_content"):
+                events.append(ReasoningDelta(thought, ()))
+            if text := delta.get("content"):
+                events.append(TextDelta(text, ()))
             self._reason = choice.get("finish_reason") or self._reason
-        return text
+        return events
 
     def finished(self) -> Finished:
         if self._reason is None:
@@ -170,6 +226,20 @@ class _AnswerReader:
                 total=milliseconds("total_ms", 0.0) / 1e3,
             ),
         )
+
+
+def _parameter_lines(text: str) -> dict[str, Any]:
+    """The parameters of Ollama's /api/show, one `name value` a line; several lines of a name are a list."""
+    values: dict[str, list[Any]] = {}
+    for line in text.splitlines():
+        name, _, value = line.strip().partition(" ")
+        if name:
+            try:
+                parsed = json.loads(value)
+            except ValueError:
+                parsed = value.strip()
+            values.setdefault(OLLAMA_NAMES.get(name, name), []).append(parsed)
+    return {name: found if name == "stop" or len(found) > 1 else found[0] for name, found in values.items()}
 
 
 async def _sse_data(response: httpx.Response) -> AsyncIterator[str]:

@@ -21,10 +21,10 @@ class LoadDisplay:
         self._tenths_told = 0
 
     @contextmanager
-    def loading(self, name: str) -> Iterator[None]:
-        """Show that `name` is loading while the block runs."""
+    def loading(self, name: str, doing: str = "loading") -> Iterator[None]:
+        """Show what is done with `name` while the block runs."""
         self._name = name
-        self._shown.enter_context(spinner(f"loading {name}"))
+        self._shown.enter_context(spinner(f"{doing} {name}"))
         try:
             yield
         finally:
@@ -56,6 +56,7 @@ class LoadDisplay:
                 TimeRemainingColumn(),
             )
             self._bar = self._shown.enter_context(Progress(*columns, console=Console(stderr=True)))
-            self._bar.add_task(f"downloading {self._name}")
+            # What is here already must not count as speed.
+            self._bar.add_task(f"downloading {self._name}", completed=num_bytes, total=total_bytes or None)
         task = self._bar.tasks[0]
         self._bar.update(task.id, completed=num_bytes, total=total_bytes or None)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mlxserve.core.constraint import JSON_OBJECT, Grammar
+from mlxserve.core.generation import Reasoning
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import InvalidParameter
 from mlxserve.text import json_schema
@@ -36,6 +37,8 @@ class ChatParameters:
     """Texts that end the answer."""
     schema: dict[str, Any] | bool | None = None
     """The JSON schema of the answer; None for any text."""
+    think: bool | str | None = None
+    """Whether the model thinks before it answers, or how much: an entry of EFFORTS. None: as it does by itself."""
 
     def __post_init__(self) -> None:
         SamplingParams(**self.sampling())
@@ -52,12 +55,37 @@ class ChatParameters:
             given["stop"] = list(self.stop)
         if self.schema is not None:
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.schema}}
+        if isinstance(self.think, str):
+            given["reasoning_effort"] = self.think
+        elif self.think is not None:
+            given["chat_template_kwargs"] = {"enable_thinking": self.think}
         return given
+
+    def of_model(self) -> dict[str, Any]:
+        """What was given and can be a model's default, by name: all but what goes with each request."""
+        values = self.sampling() | ({"stop": list(self.stop)} if self.stop else {})
+        return {name: value for name, value in values.items() if name not in PER_REQUEST}
 
     @property
     def grammar(self) -> Grammar | None:
         """What the answer must be."""
         return None if self.schema is None else Grammar("json_schema", self.schema, "format")
+
+    @property
+    def reasoning(self) -> Reasoning:
+        if isinstance(self.think, str):
+            return Reasoning(enabled=True, effort=self.think, param="think")
+        return Reasoning(enabled=self.think, param="think")
+
+    def with_think(self, text: str) -> "ChatParameters":
+        """A copy that thinks (`true`), does not (`false`), or thinks so much (an entry of EFFORTS).
+
+        Raises:
+            InvalidParameter: another word.
+        """
+        if text not in ("true", "false", *EFFORTS):
+            raise InvalidParameter(f"think is true, false, {', '.join(EFFORTS)}, not {text!r}", param="think")
+        return dataclasses.replace(self, think=text if text in EFFORTS else text == "true")
 
     def with_format(self, text: str) -> "ChatParameters":
         """A copy whose answers are JSON: `json` for any object, else the name of a file with a schema.
@@ -104,6 +132,7 @@ class ChatParameters:
         return dataclasses.replace(self, **changed)
 
 
+EFFORTS = ("low", "medium", "high")
 NUMBERS: dict[str, type[int] | type[float]] = {
     "temperature": float,
     "top_p": float,
@@ -118,5 +147,6 @@ NUMBERS: dict[str, type[int] | type[float]] = {
     "presence_penalty": float,
     "frequency_penalty": float,
 }
+PER_REQUEST = ("seed", "max_tokens", "min_tokens")
 OLLAMA_NAMES = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty"}
 """What its users have in their fingers."""

@@ -1,12 +1,29 @@
-"""Lines from the terminal, with editing, history and bracketed paste."""
+"""Lines from the terminal, with editing, completion, history and bracketed paste."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.application import get_app
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
+from prompt_toolkit.formatted_text import AnyFormattedText
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 
 from mlxserve.cli.console import notice
+from mlxserve.cli.parameters import EFFORTS, NUMBERS
+from mlxserve.cli.repl_help import COMMANDS, SETTINGS, SUBJECTS
+
+WORDS: dict[str, tuple[str, ...]] = {
+    "": COMMANDS,
+    "/set": SETTINGS,
+    "/set parameter": (*NUMBERS, "stop"),
+    "/set format": ("json",),
+    "/set think": EFFORTS,
+    "/show": SUBJECTS,
+}
+"""What can come after each beginning of a command."""
 
 
 class LineAbandoned(Exception):
@@ -18,11 +35,17 @@ class PromptReader:
 
     def __init__(self, history_file: Path) -> None:
         self._history = _SwitchableHistory(_open_history(history_file))
-        self._session: PromptSession[str] = PromptSession(history=self._history)
+        self._session: PromptSession[str] = PromptSession(
+            history=self._history, completer=CommandCompleter(), complete_while_typing=False
+        )
 
-    async def read(self, prompt: str) -> str:
+    async def read(self, prompt: str, note: str = "") -> str:
+        def right() -> AnyFormattedText:
+            # It would stay behind in the terminal's scrollback.
+            return [] if get_app().is_done else [("class:note", note)]
+
         try:
-            return await self._session.prompt_async(prompt)
+            return await self._session.prompt_async(prompt, rprompt=right)
         except KeyboardInterrupt:
             if self._session.default_buffer.text:
                 raise LineAbandoned from None
@@ -31,6 +54,26 @@ class PromptReader:
     def keep_history(self, wanted: bool) -> None:
         """Whether lines from now on are written to the history file."""
         self._history.recording = wanted
+
+
+class CommandCompleter(Completer):
+    """The words of commands, and the paths of `/file`."""
+
+    def __init__(self) -> None:
+        self._paths = PathCompleter(expanduser=True)
+
+    def get_completions(self, document: Document, complete_event: CompleteEvent) -> Iterable[Completion]:
+        line = document.text_before_cursor
+        if not line.startswith("/"):
+            return
+        if line.startswith("/file "):
+            path = line.removeprefix("/file ").lstrip()
+            yield from self._paths.get_completions(Document(path), complete_event)
+            return
+        *before, word = line.split(" ")
+        for candidate in WORDS.get(" ".join(before), ()):
+            if candidate.startswith(word):
+                yield Completion(candidate, start_position=-len(word))
 
 
 class _SwitchableHistory(History):

@@ -40,16 +40,14 @@ def serve(
         str | None, typer.Option(metavar="KEY", help="Clients must send it; better: MLXSERVE_API_KEY.")
     ] = None,
     allowed_hosts: Annotated[str | None, typer.Option(metavar="H,...", help="More Host headers to accept.")] = None,
-    allowed_origins: Annotated[str | None, typer.Option(metavar="O,...", help="More web origins to accept.")] = None,
+    allowed_origins: Annotated[str | None, typer.Option(metavar="O,...", hidden=True)] = None,
     max_body_bytes: Annotated[int | None, typer.Option(metavar="SIZE", parser=parse_size_option, hidden=True)] = None,
     allow_pull: Annotated[bool | None, typer.Option("--allow-pull/--no-allow-pull", hidden=True)] = None,
     model_dirs: Annotated[str | None, typer.Option(metavar="D,...", hidden=True)] = None,
     max_model_len: Annotated[int | None, typer.Option(metavar="N", help="Context length.  [the model's]")] = None,
     max_num_seqs: Annotated[int | None, typer.Option(metavar="N", help="Requests that run at a time.  [32]")] = None,
     max_queue: Annotated[int | None, typer.Option(metavar="N", help="Requests that wait.  [512]")] = None,
-    max_prefill_tokens: Annotated[
-        int | None, typer.Option(metavar="N", help="Prompt tokens a step.  [by device]")
-    ] = None,
+    max_prefill_tokens: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     block_size: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     kv_cache_bytes: Annotated[
         int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Size of the KV cache.")
@@ -59,9 +57,7 @@ def serve(
         int | None, typer.Option(metavar="SIZE", parser=parse_size_option, help="Keep KV blocks on disk.  [off]")
     ] = None,
     kv_disk_path: Annotated[Path | None, typer.Option(metavar="FOLDER", hidden=True)] = None,
-    target_itl_ms: Annotated[
-        float | None, typer.Option(metavar="MS", help="Pace of streams beside prompts.  [100]")
-    ] = None,
+    target_itl_ms: Annotated[float | None, typer.Option(metavar="MS", hidden=True)] = None,
     no_prefix_caching: Annotated[
         bool, typer.Option("--no-prefix-caching", help="Compute every prompt from its start.")
     ] = False,
@@ -72,9 +68,13 @@ def serve(
     debug_prompts: Annotated[bool, typer.Option("--debug-prompts", hidden=True)] = False,
     otlp_traces_endpoint: Annotated[str | None, typer.Option(metavar="URL", hidden=True)] = None,
     threads: Threads = None,
+    daemon: Annotated[bool, typer.Option("--daemon", help="Detach, and return when it answers.")] = False,
     log_level: Annotated[str | None, typer.Option(metavar="L", help="debug, info, warning, error.  [info]")] = None,
 ) -> None:
-    """Start the HTTP server. Example: mlxserve serve --model qwen3-4b --port 8080"""
+    """Start the HTTP server. docs/cli.md has every flag.
+
+    Example: mlxserve serve --model qwen3-4b --port 8080
+    """
     engine_config, server_config = config.load_config(
         host=host,
         port=port,
@@ -107,10 +107,17 @@ def serve(
     from mlxserve.api.security import exposure_warning
 
     logs.configure(server_config.log_level)
+    for unknown in config.unknown_variables():
+        logger.warning("%s", unknown)
     if api_key is not None:
         logger.warning("--api-key can be read in the list of processes; set MLXSERVE_API_KEY instead")
     if (warning := exposure_warning(server_config)) is not None:
         logger.warning("%s", warning)
+    if daemon:
+        from mlxserve.cli import daemon as daemon_process
+
+        daemon_process.start(daemon_process.own_command(), server_config)
+        return
     listeners = addresses.listen(server_config.host, server_config.port)
     asyncio.run(_serve(listeners, model or [], engine_config, server_config))
 
@@ -210,7 +217,7 @@ def _served_name(registry: "Registry", name: str) -> str:
     if not isinstance(source.location, LocalPath) or source.name in registry.aliases:
         return source.name
     alias = source.location.path.name.removesuffix(".gguf").lower()
-    registry.aliases[alias] = dataclasses.replace(source, name=alias)
+    registry.add(dataclasses.replace(source, name=alias))
     return alias
 
 

@@ -20,9 +20,11 @@ from mlxserve.core.step import ScheduledStep
 class Grammar:
     """A set of texts, of which the answer must be one."""
 
-    kind: Literal["json_schema", "regex", "grammar", "choice"]
+    kind: Literal["json_schema", "regex", "grammar", "choice", "lark"]
     source: Any
-    """json_schema: the schema, an object or a boolean. regex, grammar (Lark or GBNF): a string. choice: strings."""
+    """json_schema: the schema, an object or a boolean. regex, grammar (Lark or GBNF): a string. choice: strings.
+
+    lark: llguidance's own Lark, written by this package, not by a client: it is compiled unchecked."""
     param: str
     """The client's field, for errors."""
     whitespace_pattern: str | None = None

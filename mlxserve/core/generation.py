@@ -69,7 +69,17 @@ class TokenPrompt:
     """The client's field, for errors."""
 
 
-Prompt = ChatPrompt | TextPrompt | TokenPrompt
+@dataclass(frozen=True, slots=True)
+class InfillPrompt:
+    """The text before and after a gap that the answer fills."""
+
+    prefix: str
+    suffix: str
+    param: str = "prompt"
+    """The client's field of the prefix, for errors."""
+
+
+Prompt = ChatPrompt | TextPrompt | TokenPrompt | InfillPrompt
 
 
 @dataclass(slots=True)
@@ -108,6 +118,8 @@ class GenerationRequest:
     cache_salt count."""
     truncate: bool = False
     """With wants_embedding: a prompt that is too long is cut at its end, and not refused."""
+    wants_progress: bool = False
+    """Whether PrefillProgress comes while the prompt is computed."""
     arrival: Arrival | None = None
     """With it, whoever sends the answer calls Generation.delivered() at the end. None: it begins in this process."""
 
@@ -208,4 +220,19 @@ class Embedding:
     """(hidden size,), of length 1."""
 
 
-GenerationEvent = PromptLogprobs | Embedding | TextDelta | ReasoningDelta | ToolCallDelta | Finished
+@dataclass(frozen=True, slots=True)
+class PrefillProgress:
+    """How far the prompt is, before anything of the answer; only where request.wants_progress.
+
+    One with all of the prompt computed comes last. A reader that is slow gets the latest only.
+    """
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_computed_tokens: int
+    """Of the prompt's, the cached ones included."""
+    seconds: float
+    """Since the first of them was scheduled."""
+
+
+GenerationEvent = PrefillProgress | PromptLogprobs | Embedding | TextDelta | ReasoningDelta | ToolCallDelta | Finished

@@ -10,13 +10,14 @@ from mlxserve.core.generation import (
     Embedding,
     Finished,
     GenerationEvent,
+    PrefillProgress,
     PromptLogprobs,
-    TextDelta,
     Timings,
     Usage,
 )
 from mlxserve.core.request import FinishReason, Request
 from mlxserve.core.step import SampledToken, TokenLogprobs
+from mlxserve.engine.answer_text import AnswerText
 from mlxserve.engine.engine_thread import Computed
 from mlxserve.engine.journal import RequestTrace
 from mlxserve.engine.timeline import Timeline
@@ -26,13 +27,11 @@ from mlxserve.errors import (
     RequestCancelled,
     RequestTimeout,
 )
-from mlxserve.text.detokenizer import IncrementalDetokenizer
-from mlxserve.text.stop_strings import StopStringMatcher
 
 
 class Generation:
-    """The events of one accepted request: PromptLogprobs if asked for, TextDelta ... Finished, or an error raised in
-    their place.
+    """The events of one accepted request: PrefillProgress and PromptLogprobs if asked for, deltas of its text, and
+    Finished; or an error raised in their place.
 
     Raises from iteration:
         RequestTimeout: its deadline passed.
@@ -44,8 +43,7 @@ class Generation:
         self,
         request: Request,
         *,
-        stop: tuple[str, ...],
-        detokenizer: IncrementalDetokenizer,
+        text: AnswerText,
         timeline: Timeline,
         trace: RequestTrace,
         abort: Callable[[FinishReason], None],
@@ -53,13 +51,13 @@ class Generation:
         on_end: Callable[["Generation", str, Usage, Timings], None],
         on_delivered: Callable[[], None],
         is_delivered_later: bool,
+        wants_progress: bool = False,
     ) -> None:
         """`is_delivered_later`: whoever reads it calls delivered(); else its end is its delivery."""
         self.request_id = request.request_id
         self.num_prompt_tokens = request.num_prompt_tokens
         self._request = request
-        self._detokenizer = detokenizer
-        self._stop_strings = StopStringMatcher(stop)
+        self._text = text
         self._timeline = timeline
         self.trace = trace
         self._abort = abort
@@ -67,7 +65,8 @@ class Generation:
         self._on_end = on_end
         self._on_delivered = on_delivered
         self._is_delivered_later = is_delivered_later
-        self._arrivals: asyncio.Queue[Computed | MlxserveError] = asyncio.Queue()
+        self._wants_progress = wants_progress
+        self._arrivals: asyncio.Queue[Computed | PrefillProgress | MlxserveError] = asyncio.Queue()
         self._ready: deque[GenerationEvent | MlxserveError] = deque()
         self._num_cached_tokens = 0
         self._num_generated_tokens = 0
@@ -88,6 +87,8 @@ class Generation:
         if isinstance(item, MlxserveError):
             timeline.computed = time.monotonic()
         else:
+            if timeline.first_token is None and item.output.tokens:
+                self.note_computed(self.num_prompt_tokens, item.time)
             for _ in item.output.tokens:
                 if timeline.first_token is None:
                     timeline.first_token = item.time
@@ -98,6 +99,16 @@ class Generation:
             if item.output.finish_reason is not None:
                 timeline.computed = item.time
         self._arrivals.put_nowait(item)
+
+    def note_computed(self, num_prompt_tokens: int, time: float) -> None:
+        """So many tokens of the prompt were there when a step ended; `time` is time.monotonic() then."""
+        # What is computed after the first token is computed again.
+        if self._wants_progress and not self._ended and self._timeline.first_token is None:
+            request, begin = self._request, self._request.first_scheduled_time
+            seconds = 0.0 if begin is None else time - begin
+            self._arrivals.put_nowait(
+                PrefillProgress(self.num_prompt_tokens, request.num_cached_tokens, num_prompt_tokens, seconds)
+            )
 
     def delivered(self) -> None:
         """Its answer was written out, or nobody wants it any more."""
@@ -125,19 +136,33 @@ class Generation:
             while not self._arrivals.empty():
                 arrivals.append(self._arrivals.get_nowait())
             if not self._ended:
-                self._process(arrivals)
+                self._process(self._take_progress(arrivals))
         event = self._ready.popleft()
         if isinstance(event, MlxserveError):
             raise event
         return event
 
+    def _take_progress(
+        self, arrivals: list[Computed | PrefillProgress | MlxserveError]
+    ) -> list[Computed | MlxserveError]:
+        """Give out the latest progress, all of which came before any token; return the other arrivals."""
+        others: list[Computed | MlxserveError] = []
+        latest: PrefillProgress | None = None
+        for item in arrivals:
+            if isinstance(item, PrefillProgress):
+                latest = item
+            else:
+                others.append(item)
+        if latest is not None:
+            self._ready.append(latest)
+        return others
+
     def _process(self, arrivals: list[Computed | MlxserveError]) -> None:
-        """Turn arrivals into at most one TextDelta, and Finished or an error when they end the request."""
-        text: list[str] = []
-        tokens: list[SampledToken] = []
+        """Turn arrivals into deltas, and Finished or an error when they end the request."""
+        text = self._text
         for item in arrivals:
             if isinstance(item, MlxserveError):
-                self._emit(text, tokens)
+                self._emit()
                 self._end(type(item).__name__, item)
                 return
             output = item.output
@@ -151,37 +176,33 @@ class Generation:
                 if self._num_generated_tokens == 1 and self._request.sampling.prompt_logprobs is not None:
                     self._ready.append(self._prompt_logprobs(output.prompt_logprobs))
                 if number <= num_shown:
-                    tokens.append(token)
-                    piece = self._detokenizer.add(token.token_id)
-                    is_free = self._num_generated_tokens <= self._request.sampling.min_tokens
-                    text.append(piece if is_free else self._stop_strings.push(piece))
-                if self._stop_strings.matched is not None:
+                    text.add(token, is_free=self._num_generated_tokens <= self._request.sampling.min_tokens)
+                if text.stop_string is not None:
                     break
             if output.embedding is not None:
                 self._ready.append(Embedding(normalised(output.embedding)))
             reason = output.finish_reason
-            if reason is not None and self._stop_strings.matched is None:
-                text.append(self._stop_strings.push(self._detokenizer.finish()))
-                text.append(self._stop_strings.flush())
-            if self._stop_strings.matched is not None:
+            if reason is not None and text.stop_string is None:
+                text.finish()
+            if text.stop_string is not None:
                 if reason is None:
                     self._abort(FinishReason.STOP)
                 reason = FinishReason.STOP
             if reason is not None:
-                self._emit(text, tokens)
+                self._emit()
                 self._finish(reason, output.error)
                 return
-        self._emit(text, tokens)
+        self._emit()
 
     def _prompt_logprobs(self, logprobs: tuple[TokenLogprobs, ...]) -> PromptLogprobs:
         pairs = zip(self._request.prompt_token_ids, (None, *logprobs), strict=True)
         return PromptLogprobs(tuple(SampledToken(token_id, logprob) for token_id, logprob in pairs))
 
-    def _emit(self, text: list[str], tokens: list[SampledToken]) -> None:
-        if tokens or any(text):
-            if self._timeline.first_delivery is None:
-                self._timeline.first_delivery = time.monotonic()
-            self._ready.append(TextDelta("".join(text), tuple(tokens)))
+    def _emit(self) -> None:
+        deltas = self._text.take()
+        if deltas and self._timeline.first_delivery is None:
+            self._timeline.first_delivery = time.monotonic()
+        self._ready.extend(deltas)
 
     def _finish(self, reason: FinishReason, error: str | None) -> None:
         match reason:
@@ -204,10 +225,12 @@ class Generation:
             self._num_generated_tokens,
             self._num_draft_tokens,
             self._num_accepted_tokens,
+            self._text.num_reasoning_tokens,
         )
         timings = self._timeline.timings()
         if isinstance(last, FinishReason):
-            self._ready.append(Finished(last, self._stop_strings.matched, usage, timings))
+            text = self._text
+            self._ready.append(Finished(last, text.stop_string, usage, timings, text.num_tool_calls))
         else:
             self._ready.append(last)
         self.trace.outcome, self.trace.usage = outcome, usage

@@ -6,7 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt, Usage
+from mlxserve.core.generation import (
+    ChatPrompt,
+    GenerationRequest,
+    InfillPrompt,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    Usage,
+)
 from mlxserve.core.request import Request, RequestStatus
 from mlxserve.core.stats import StepRecord
 from mlxserve.engine.timeline import Timeline
@@ -206,6 +214,8 @@ def _shown(prompt: Prompt) -> str:
             text = json.dumps(messages, ensure_ascii=False, default=str)
         case TextPrompt(text=text):
             pass
+        case InfillPrompt(prefix=prefix, suffix=suffix):
+            text = json.dumps({"prefix": prefix, "suffix": suffix}, ensure_ascii=False)
         case TokenPrompt(token_ids=token_ids):
             text = " ".join(map(str, token_ids[:MAX_PROMPT_CHARACTERS]))
     return text[:MAX_PROMPT_CHARACTERS]

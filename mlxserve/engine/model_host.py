@@ -1,6 +1,7 @@
 """The models of this process: found by name, loaded once, served until the host closes."""
 
 import asyncio
+import dataclasses
 import gc
 import logging
 import time
@@ -16,14 +17,19 @@ from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.journal import Journal
 from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
+from mlxserve.engine.library import Library
 from mlxserve.engine.served_model import ModelDescription, ServedModel
 from mlxserve.errors import DownloadError, EngineDead, ModelLoadError, ModelNotFound
 from mlxserve.runner import device
 from mlxserve.runner.device import Device
 from mlxserve.store import hub, loader
+from mlxserve.store.fit import fit, require_fit
 from mlxserve.store.loader import LoadedModel
+from mlxserve.store.machine import this_machine
+from mlxserve.store.model_facts import read_facts
 from mlxserve.store.model_source import HubRepo, ModelSource
 from mlxserve.store.registry import Registry
+from mlxserve.text.capabilities import capabilities
 from mlxserve.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -92,6 +98,8 @@ class ModelHost:
         self._progress = progress
         self.journal = Journal(keep_prompts=keep_prompts)
         """Requests of all models, under way and ended."""
+        self.library = Library(registry)
+        """The models of this machine, loaded or not."""
         self._executor = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="mlxserve-text")
         self._models: dict[ModelSource, asyncio.Task[ServedModel]] = {}
         self._deaths: dict[ModelSource, str] = {}
@@ -246,9 +254,12 @@ class ModelHost:
         started = time.monotonic()
         loop = asyncio.get_running_loop()
         path = await loop.run_in_executor(None, self._locate, source)
+        await loop.run_in_executor(None, _check_fit, source, path, found)
         loaded = await asyncio.wrap_future(
             thread.call(lambda: loader.load(path, name=source.name, dtype_policy=found.dtype_policy))
         )
+        if source.template is not None:
+            loaded.tokenizer.chat_template = source.template
         tokenizer = await loop.run_in_executor(self._executor, Tokenizer, loaded.tokenizer, loaded.eos_token_ids)
         draft = await self._load_draft(source, tokenizer, thread, found)
         context_length = self._context_length(source, loaded.context_length)
@@ -284,6 +295,9 @@ class ModelHost:
             speculation=_kinds_of_speculation(built),
             can_embed=built.can_embed,
             pooling=loaded.pooling,
+            capabilities=capabilities(tokenizer.tool_template, tokenizer.has_token),
+            system=source.system,
+            stop=source.stop,
         )
         self._deaths.pop(source, None)
         return ServedModel(
@@ -346,6 +360,19 @@ def _kinds_of_speculation(built: BuiltEngine) -> frozenset[Speculation]:
     if built.has_draft_model:
         kinds.add(Speculation.DRAFT)
     return frozenset(kinds)
+
+
+def _check_fit(source: ModelSource, path: Path, found: Device) -> None:
+    """Say how the model fits; raises ModelTooLarge if it cannot be loaded."""
+    try:
+        facts = read_facts(path, source.name)
+    except ModelLoadError:
+        # The loader finds the same fault, and knows more to say about it.
+        return
+    machine = dataclasses.replace(this_machine(), budget=found.memory_budget, is_metal=found.is_metal)
+    fitting = fit(facts, machine, source.context_length or facts.context_length)
+    logger.info("%s: %s", source.name, fitting.line())
+    require_fit(fitting, source.name)
 
 
 def _exempt_from_collection() -> None:

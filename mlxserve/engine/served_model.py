@@ -13,15 +13,19 @@ from mlxserve.core.constraint import TokenConstraint
 from mlxserve.core.generation import (
     ChatPrompt,
     GenerationRequest,
+    InfillPrompt,
+    Prompt,
     Timings,
     Usage,
 )
 from mlxserve.core.request import FinishReason, Pooling, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams, sample_seed
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord, StepRecord
+from mlxserve.engine.answer_text import AnswerText
 from mlxserve.engine.engine_thread import EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation
 from mlxserve.engine.journal import Journal
+from mlxserve.engine.text_service import TextService
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import (
     ContextLengthExceeded,
@@ -29,10 +33,14 @@ from mlxserve.errors import (
     InvalidParameter,
     QueueFull,
 )
-from mlxserve.text.chat_template import encode_prompt
+from mlxserve.text.answer_format import AnswerFormat
+from mlxserve.text.chat_template import encode_prompt, with_system
 from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
+from mlxserve.text.infill import infill_end_ids
+from mlxserve.text.output import OutputParser
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.tool_calls import answer_grammar, check_tools, find_tool_format
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +64,21 @@ class ModelDescription:
     can_embed: bool = False
     pooling: Pooling = Pooling.LAST
     """What its embeddings are made by."""
+    capabilities: tuple[str, ...] = ("completion",)
+    """As text/capabilities.py names them."""
+    system: str | None = None
+    """System message of a chat that has none."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of a request that names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Prepared:
+    """A request's prompt, and for each of its answers what that must be and how it is taken apart."""
+
+    prompt_ids: list[int]
+    constraints: Sequence[TokenConstraint | None]
+    parsers: Sequence[OutputParser | None]
 
 
 class ServedModel:
@@ -75,7 +98,10 @@ class ServedModel:
     ) -> None:
         self.description = description
         self.tokenizer = tokenizer
+        self.text = TextService(tokenizer, executor, description.system)
         self._grammars = GrammarCompiler(tokenizer)
+        self._tool_format = find_tool_format(tokenizer)
+        self._answer_format = AnswerFormat(tokenizer, self._tool_format)
         self._thread = thread
         self._handle = handle
         self._config = config
@@ -162,6 +188,14 @@ class ServedModel:
         self._journal.drop(trace)
         return generations
 
+    async def count_tokens(self, prompt: Prompt) -> int:
+        """How many tokens a prompt has, whether it fits or not.
+
+        Raises:
+            InvalidParameter: as generate().
+        """
+        return await self.text.count_tokens(prompt)
+
     async def _admit(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> list[Generation]:
         self._check_alive()
         self._check_queue(num_samples)
@@ -170,9 +204,7 @@ class ServedModel:
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
         self._handle.num_arriving += num_samples
         try:
-            prompt_ids, constraints = await loop.run_in_executor(
-                self._executor, self._read, request, num_samples, timeline
-            )
+            prepared = await loop.run_in_executor(self._executor, self._read, request, num_samples, timeline)
         finally:
             self._handle.num_arriving -= num_samples
         self._check_alive()
@@ -182,7 +214,7 @@ class ServedModel:
         for request_id in ids:
             if request_id in self._in_flight:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
-        num_prompt_tokens, limit = len(prompt_ids), self._context_length(request)
+        num_prompt_tokens, limit = len(prepared.prompt_ids), self._context_length(request)
         if num_prompt_tokens + (not request.wants_embedding) > limit:
             room = "does not fit into" if request.wants_embedding else "leaves no room for an answer within"
             raise ContextLengthExceeded(
@@ -195,19 +227,17 @@ class ServedModel:
         timeline.tokenised = time.monotonic()
         seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
         return [
-            self._submit(request, request_id, prompt_ids, index, seed, timeline, constraint)
-            for index, (request_id, constraint) in enumerate(zip(ids, constraints, strict=True))
+            self._submit(request, request_id, prepared, index, seed, timeline) for index, request_id in enumerate(ids)
         ]
 
     def _submit(
         self,
         request: GenerationRequest,
         request_id: str,
-        prompt_ids: list[int],
+        prepared: _Prepared,
         index: int,
         seed: int,
         timeline: Timeline,
-        constraint: TokenConstraint | None,
     ) -> Generation:
         """Queue sample `index` of a request under an id of its own."""
         sampling = request.sampling
@@ -216,33 +246,38 @@ class ServedModel:
         limit = self._context_length(request)
         max_tokens = sampling.max_tokens or limit
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
-        max_total_tokens = min(limit, len(prompt_ids) + max_tokens)
+        max_total_tokens = min(limit, len(prepared.prompt_ids) + max_tokens)
         if request.wants_embedding:
             # Room for a token that never comes.
-            max_total_tokens = len(prompt_ids) + 1
+            max_total_tokens = len(prepared.prompt_ids) + 1
         timeline = replace(timeline)
         began = timeline.received if timeline.loaded is None else timeline.loaded
         engine_request = Request(
             request_id=request_id,
-            prompt_token_ids=prompt_ids,
+            prompt_token_ids=prepared.prompt_ids,
             sampling=sampling,
-            eos_token_ids=self.tokenizer.eos_token_ids,
+            eos_token_ids=self._end_ids(request),
             seed=sample_seed(seed, index),
             max_total_tokens=max_total_tokens,
             arrival_time=began,
             deadline=None if timeout is None else began + timeout,
             priority=request.priority,
             cache_salt=request.cache_salt,
-            constraint=constraint,
+            constraint=prepared.constraints[index],
             speculation=self._speculation(request),
             pooling=self.description.pooling if request.wants_embedding else None,
         )
         trace = self._journal.open(request_id, self.name, request, timeline)
         trace.request = engine_request
+        parser = prepared.parsers[index]
+        kept_ids: frozenset[int] = frozenset()
+        if parser is not None and isinstance(request.prompt, ChatPrompt):
+            kept_ids = self._answer_format.kept_ids(request.prompt)
         generation = Generation(
             engine_request,
-            stop=request.stop,
-            detokenizer=IncrementalDetokenizer(self.tokenizer),
+            text=AnswerText(
+                IncrementalDetokenizer(self.tokenizer, kept_ids), request.stop or self.description.stop, parser
+            ),
             timeline=timeline,
             trace=trace,
             abort=lambda reason: self._thread.abort(self._handle, request_id, reason),
@@ -250,47 +285,70 @@ class ServedModel:
             on_end=self._ended,
             on_delivered=lambda: self._journal.close(trace),
             is_delivered_later=request.arrival is not None,
+            wants_progress=request.wants_progress,
         )
         self._in_flight[request_id] = generation
         self._idle.clear()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
 
-    def _read(
-        self, request: GenerationRequest, num_samples: int, timeline: Timeline
-    ) -> tuple[list[int], Sequence[TokenConstraint | None]]:
-        """The prompt's token ids, and what each answer must be. On a worker thread."""
+    def _read(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> _Prepared:
+        """What the engine and the answers' readers need. On a worker thread."""
+        prompt, answer_format = request.prompt, self._answer_format
+        rendered = ""
 
-        def rendered() -> None:
+        def note(text: str) -> None:
+            nonlocal rendered
+            rendered = text
             timeline.templated = time.monotonic()
 
         if request.wants_embedding:
-            return self._read_embedded(request), [None] * num_samples
-        prompt_ids = encode_prompt(self.tokenizer, request.prompt, self._context_length(request), rendered)
-        grammar = request.grammar
+            return _Prepared(self._read_embedded(request), [None] * num_samples, [None] * num_samples)
+        if isinstance(prompt, ChatPrompt):
+            prompt = with_system(prompt, self.description.system)
+            check_tools(prompt, self.tokenizer, model=self.name)
+        prompt_ids = encode_prompt(self.tokenizer, prompt, self._context_length(request), note)
+        parsers: list[OutputParser | None] = [None] * num_samples
+        grammar, opening = request.grammar, None
+        if isinstance(prompt, ChatPrompt):
+            parsers = [answer_format.parser(prompt, rendered) for _ in range(num_samples)]
+            opening = answer_format.opening(prompt, rendered)
+            grammar = answer_grammar(prompt, grammar, self._tool_format)
         if grammar is None:
-            return prompt_ids, [None] * num_samples
+            return _Prepared(prompt_ids, [None] * num_samples, parsers)
         for param in ("ignore_eos", "min_tokens"):
             if getattr(request.sampling, param):
                 raise InvalidParameter(
                     f"'{param}' goes on past the end that '{grammar.param}' gives the answer; send one of them",
                     param=param,
                 )
-        constraint = self._grammars.compile(grammar)
-        return prompt_ids, [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
+        constraint = self._grammars.compile(grammar, opening)
+        constraints = [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
+        return _Prepared(prompt_ids, constraints, parsers)
 
     def _read_embedded(self, request: GenerationRequest) -> list[int]:
         """The token ids of a text that an embedding is wanted of."""
         if not self.description.can_embed:
             raise InvalidParameter(f"{self.name} cannot give embeddings; choose another model", param="model")
+        limit = self._context_length(request)
         # One more than there may be, so that a text of just the context length passes.
-        limit = None if request.truncate else self.context_length + 1
-        token_ids = encode_prompt(self.tokenizer, request.prompt, limit)
-        if request.truncate and len(token_ids) > self.context_length:
+        token_ids = encode_prompt(self.tokenizer, request.prompt, None if request.truncate else limit + 1)
+        if request.truncate and len(token_ids) > limit:
             # The last token may be one that the tokenizer puts at every end, and that the vector is taken from.
             last = token_ids[-1:] if self.tokenizer.is_special(token_ids[-1]) else []
-            token_ids = token_ids[: self.context_length - len(last)] + last
+            token_ids = token_ids[: limit - len(last)] + last
         return token_ids
+
+    def _end_ids(self, request: GenerationRequest) -> frozenset[int]:
+        """Tokens that end the answer and do not show."""
+        ids = self.tokenizer.eos_token_ids
+        match request.prompt:
+            case InfillPrompt():
+                return ids | infill_end_ids(self.tokenizer)
+            case ChatPrompt():
+                return ids | self._answer_format.ending_ids
+            case _:
+                return ids
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
@@ -360,6 +418,7 @@ class ServedModel:
         for chunk in step.chunks:
             if (generation := self._in_flight.get(chunk.request_id)) is not None:
                 generation.trace.note_chunk(step, chunk.start, chunk.num_tokens)
+                generation.note_computed(chunk.start + chunk.num_tokens, step.end)
         for request_id in step.rows:
             if (generation := self._in_flight.get(request_id)) is not None:
                 generation.trace.note_row(step)
@@ -381,7 +440,7 @@ class ServedModel:
         rate = usage.num_generated_tokens - 1
         logger.info(
             "request id=%s model=%s prompt_tokens=%d cached_tokens=%d generated_tokens=%d ttft=%.3fs tokens_per_s=%.1f "
-            "drafts_accepted=%d/%d finish=%s",
+            "drafts_accepted=%d/%d reasoning_tokens=%d finish=%s",
             request_id,
             self.name,
             usage.num_prompt_tokens,
@@ -391,6 +450,7 @@ class ServedModel:
             rate / timings.decode if rate > 0 and timings.decode > 0 else 0.0,
             usage.num_accepted_tokens,
             usage.num_draft_tokens,
+            usage.num_reasoning_tokens,
             outcome,
         )
         if self._observer is not None:

@@ -15,8 +15,7 @@ from gguf.constants import GGMLQuantizationType
 
 from mlxserve.store.gguf_file import GgufFile, GgufTensor
 from mlxserve.store.gguf_weights import BITS, GROUP_SIZE, SUPPORTED, dequantize, repack
-
-ARCHITECTURES = ("llama", "qwen2", "qwen3")
+from mlxserve.store.repo_files import gguf_refusal
 
 _HARMLESS_KEYS = frozenset({"vocab_size", "rope.scaling.finetuned", "pooling_type"})
 """Keys of the architecture that change no number computed here; the loader reads pooling_type."""
@@ -34,11 +33,8 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         ModelLoadError: another architecture, a missing or impossible value, or a feature that is not supported.
     """
     architecture = file.require("general.architecture", str)
-    if architecture not in ARCHITECTURES:
-        raise file.unusable(
-            f"architecture {architecture!r} is not supported in GGUF files ({', '.join(ARCHITECTURES)} are); "
-            "look for the model as an MLX or safetensors repository"
-        )
+    if reason := gguf_refusal(architecture):
+        raise file.unusable(reason)
     if file.get("split.count", int, 1) > 1:
         raise file.unusable("it is one part of a split file; merge the parts with llama-gguf-split --merge")
     if file.get("general.quantization_version", int, 2) != 2:

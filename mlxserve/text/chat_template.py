@@ -1,13 +1,23 @@
 """From a prompt as a dialect gives it to token ids: chat template, then tokenizer."""
 
 import inspect
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
-from mlxserve.core.generation import ChatPrompt, Prompt, TextPrompt, TokenPrompt
+from mlxserve.core.generation import ChatPrompt, InfillPrompt, Prompt, TextPrompt, TokenPrompt
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
+from mlxserve.text import thinking
+from mlxserve.text.infill import encode_infill
+from mlxserve.text.plain_text import encode_text
 from mlxserve.text.tokenizer import Tokenizer
+from mlxserve.text.tool_calls import complete_tool_messages
 
 MAX_ERROR_LENGTH = 500
+SHORT_IDS = "alphanumeric strings with length 9"
+"""What Mistral's templates say when the id of a tool call is another."""
+# {{ .Prompt }}, {{- range .Messages }}, {{ if .System }}: no Jinja expression begins like these.
+_GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.|\$|(if|range|else|end|with|template|block|define)\b(?!\s*[(.\[|]))")
 
 
 def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
@@ -17,24 +27,38 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
     tool calls, it is the beginning of the answer: it stays open and the model goes on with it (what transformers calls
     `continue_final_message`, and what Anthropic's API, Ollama and llama.cpp do).
 
+    Tool results get the names of their tools (text/tool_calls/history.py). With the tool choice "none" the template is
+    shown no tools. The prompt's `reasoning` becomes the arguments that the template has for it (text/thinking.py);
+    `template_kwargs` of the same names win.
+
     Raises:
-        InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), or a template
-            argument has a name that is not the client's to set.
+        InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), a tool result is for
+            an unknown call, a template argument has a name that is not the client's to set, or the model cannot think
+            as asked (`param` is the reasoning's).
     """
     if not tokenizer.has_chat_template:
         raise InvalidParameter(
             "this model has no chat template; send it text through the completions endpoint", param="messages"
         )
     _check_template_kwargs(tokenizer, prompt)
-    continues = _ends_with_begun_answer(prompt)
+    prompt = replace(
+        prompt,
+        messages=complete_tool_messages(prompt.messages, has_short_ids=SHORT_IDS in (tokenizer.tool_template or "")),
+        tools=() if prompt.tool_choice.mode == "none" else prompt.tools,
+    )
+    template = (tokenizer.tool_template if prompt.tools else tokenizer.chat_template) or ""
+    arguments = thinking.thinking_arguments(
+        template, prompt.reasoning, can_think=thinking.can_think(template, tokenizer.has_token)
+    )
+    continues = bool(begun_answer(prompt))
     try:
         text: str = tokenizer.hf_tokenizer.apply_chat_template(
-            list(prompt.messages),
+            thinking.with_reasoning_named(prompt.messages, template),
             tools=list(prompt.tools) or None,
             tokenize=False,
             add_generation_prompt=not continues,
             continue_final_message=continues,
-            **prompt.template_kwargs,
+            **{**arguments, **prompt.template_kwargs},
         )
     except Exception as error:  # a template is a program run on the client's data: any error can come out of it
         reason = str(error) or type(error).__name__
@@ -43,16 +67,28 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
         raise InvalidParameter(
             f"the model's chat template does not accept these messages: {reason}", param="messages"
         ) from error
+    if thinking.is_off(prompt.reasoning) and not continues and not arguments.keys() & prompt.template_kwargs.keys():
+        return thinking.without_thoughts(text, template, tokenizer.has_token)
     return text
+
+
+def begun_answer(prompt: ChatPrompt) -> str:
+    """The text of the last message, if that is an answer which the model is to go on with."""
+    if not prompt.messages:
+        return ""
+    last = prompt.messages[-1]
+    if last.get("role") != "assistant" or last.get("tool_calls"):
+        return ""
+    return last.get("content") or ""
 
 
 def encode_prompt(
     tokenizer: Tokenizer,
     prompt: Prompt,
     context_length: int | None = None,
-    on_rendered: Callable[[], None] | None = None,
+    on_rendered: Callable[[str], None] | None = None,
 ) -> list[int]:
-    """Token ids of a prompt: at least one. `on_rendered` is called when a chat's template is done.
+    """Token ids of a prompt: at least one. `on_rendered` is called with a chat's text when its template is done.
 
     A rendered chat gets no special tokens beside those its template wrote; plain text gets what the tokenizer adds (a
     beginning-of-sequence token, mostly). With `context_length`, a text that cannot fit is refused before it is
@@ -60,7 +96,7 @@ def encode_prompt(
 
     Raises:
         InvalidParameter: the template refuses the messages, a token id is not in the vocabulary, the text is not valid
-            Unicode, or the prompt is empty.
+            Unicode, the prompt is empty, or the model cannot fill in a middle.
         ContextLengthExceeded: the text has more bytes than `context_length` tokens can stand for.
     """
     match prompt:
@@ -69,7 +105,7 @@ def encode_prompt(
             _check_bound(len(prompt.messages), context_length, param="messages")
             text = render(tokenizer, prompt)
             if on_rendered is not None:
-                on_rendered()
+                on_rendered(text)
             ids = _encode(tokenizer, text, context_length, add_special_tokens=False, param="messages")
             if prompt.context:
                 ids = _after_context(tokenizer, prompt.context, ids)
@@ -77,6 +113,10 @@ def encode_prompt(
             ids = _encode(tokenizer, prompt.text, context_length, add_special_tokens=True, param=prompt.param)
         case TokenPrompt():
             ids = _checked_ids(tokenizer, prompt.token_ids, param=prompt.param)
+        case InfillPrompt():
+            num_least = sum(map(tokenizer.min_num_tokens, (prompt.prefix, prompt.suffix)))
+            _check_bound(num_least, context_length, param=prompt.param)
+            ids = encode_infill(tokenizer, prompt)
     if not ids:
         param = "messages" if isinstance(prompt, ChatPrompt) else prompt.param
         raise InvalidParameter("the prompt is empty; give it some text", param=param)
@@ -87,13 +127,7 @@ def _encode(
     tokenizer: Tokenizer, text: str, context_length: int | None, *, add_special_tokens: bool, param: str
 ) -> list[int]:
     _check_bound(tokenizer.min_num_tokens(text), context_length, param=param)
-    try:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
-    except UnicodeEncodeError as error:
-        raise InvalidParameter(
-            f"the text has half of a surrogate pair at character {error.start}; send whole Unicode characters",
-            param=param,
-        ) from error
+    return encode_text(tokenizer, text, add_special_tokens=add_special_tokens, param=param)
 
 
 def _check_bound(min_num_tokens: int, context_length: int | None, *, param: str) -> None:
@@ -129,13 +163,6 @@ def _checked_ids(tokenizer: Tokenizer, token_ids: Sequence[int], *, param: str) 
     return list(token_ids)
 
 
-def _ends_with_begun_answer(prompt: ChatPrompt) -> bool:
-    if not prompt.messages:
-        return False
-    last = prompt.messages[-1]
-    return last.get("role") == "assistant" and bool(last.get("content")) and not last.get("tool_calls")
-
-
 def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
     """Refuse arguments that would reach the renderer in place of the template: another template, `tokenize`, ..."""
     parameters = inspect.signature(tokenizer.hf_tokenizer.apply_chat_template).parameters
@@ -144,3 +171,33 @@ def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
         raise InvalidParameter(
             f"{', '.join(sorted(reserved))} cannot be set as a template argument", param="chat_template_kwargs"
         )
+
+
+def with_system(prompt: ChatPrompt, system: str | None) -> ChatPrompt:
+    """The prompt with a system message in front, if there is one to put there and none in it."""
+    if system is None or any(message.get("role") in ("system", "developer") for message in prompt.messages):
+        return prompt
+    return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
+
+
+def check_template(template: str) -> None:
+    """Refuse what is no Jinja template.
+
+    Raises:
+        InvalidParameter: it is a Go template, or has a syntax error; `param` is "template".
+    """
+    from jinja2 import Environment, TemplateError
+
+    if _GO_TEMPLATE.search(template):
+        raise InvalidParameter(
+            "this is a Go template, as Ollama has them; models here use Jinja templates, as on the Hugging Face hub: "
+            "leave it out to keep the model's own",
+            param="template",
+        )
+    try:
+        # As transformers does it; syntax of blocks that it adds must not be refused here.
+        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
+            template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+        )
+    except TemplateError as error:
+        raise InvalidParameter(f"the template is no valid Jinja: {error}", param="template") from error

@@ -1,6 +1,7 @@
 """Token ids to text, one token at a time."""
 
 import codecs
+from collections.abc import Set
 
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -9,13 +10,14 @@ class IncrementalDetokenizer:
     """The text of one growing answer.
 
     For any token ids, what add() and finish() return joins to `decode(ids, skip_special_tokens=True)` of the
-    underlying tokenizer. Text is given out as soon as no later token can change it: a byte-level tokenizer holds back
-    an unfinished character; one with <0xE2> byte tokens holds back a run of these until another token ends it, because
-    one bad byte turns every byte of its run into U+FFFD.
+    underlying tokenizer, but that special tokens of `kept_ids` stay in. Text is given out as soon as no later token can
+    change it: a byte-level tokenizer holds back an unfinished character; one with <0xE2> byte tokens holds back a run
+    of these until another token ends it, because one bad byte turns every byte of its run into U+FFFD.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, kept_ids: Set[int] = frozenset()) -> None:
         self._tokenizer = tokenizer
+        self._kept_ids = kept_ids
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._byte_run = bytearray()
         self._num_strippable_spaces = tokenizer.decoder.num_stripped_spaces
@@ -24,7 +26,7 @@ class IncrementalDetokenizer:
     def add(self, token_id: int) -> str:
         """Take the next token; return the text that it completes. Special and unknown tokens give none."""
         tokenizer = self._tokenizer
-        if tokenizer.is_special(token_id) or token_id not in tokenizer:
+        if token_id not in tokenizer or (tokenizer.is_special(token_id) and token_id not in self._kept_ids):
             return ""
         data = tokenizer.first_token_bytes(token_id) if self._is_first_token else tokenizer.token_bytes(token_id)
         self._is_first_token = False

@@ -10,11 +10,15 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
 from mlxserve.core.constraint import MAX_CHOICES, Grammar
 from mlxserve.errors import InvalidParameter
 from mlxserve.text import grammar_text, json_schema
+from mlxserve.text.opening import Opening
 from mlxserve.text.token_constraint import GrammarConstraint, Unwritable
 from mlxserve.text.tokenizer import Tokenizer
 
 MAX_GRAMMAR_LENGTH = 64 * 1024
 """Characters of a grammar, or of a schema as JSON."""
+
+MAX_LARK_LENGTH = 4 * MAX_GRAMMAR_LENGTH
+"""Of a grammar that this package writes, of the schemas of many tools."""
 
 WHITESPACE = r"( |\n[ \t]{0,20})?"
 """Between two tokens of JSON: none, a space, or a new line with its indentation. Without a bound a model can go on with
@@ -43,17 +47,19 @@ class GrammarCompiler:
         self._vocabulary: LLTokenizer | None = None
         self._first_masked = b""
 
-    def compile(self, grammar: Grammar) -> GrammarConstraint:
-        """A constraint at the beginning of an answer.
+    def compile(self, grammar: Grammar, opening: Opening | None = None) -> GrammarConstraint:
+        """A constraint at the beginning of an answer. `opening`: what comes before the text that the grammar is about.
 
         Raises:
             InvalidParameter: the grammar is too large, not valid, uses what is not supported, or allows no text that
                 this model can write. `param` is the client's field.
         """
         try:
-            return self._compile(grammar)
+            constraint = self._compile(grammar)
         except (json_schema.UnsupportedSchema, grammar_text.UnsupportedGrammar) as error:
             raise InvalidParameter(f"Invalid '{grammar.param}': {error}.", param=grammar.param) from error
+        constraint.opening = opening
+        return constraint
 
     def _compile(self, grammar: Grammar) -> GrammarConstraint:
         source = _source(grammar)
@@ -97,6 +103,9 @@ def _source(grammar: Grammar) -> str:
         case "grammar":
             _check_length(grammar.source)
             return LLMatcher.grammar_from_lark(grammar_text.to_lark(grammar.source))
+        case "lark":
+            _check_length(grammar.source, MAX_LARK_LENGTH)
+            return LLMatcher.grammar_from_lark(grammar.source)
 
 
 def _schema_source(grammar: Grammar) -> str:
@@ -130,9 +139,9 @@ def _whitespace(pattern: str) -> str:
     return in_class.replace(r"\s", r"[ \t\n\r]")
 
 
-def _check_length(text: str) -> None:
-    if len(text) > MAX_GRAMMAR_LENGTH:
-        raise grammar_text.UnsupportedGrammar(f"it has {len(text)} characters; {MAX_GRAMMAR_LENGTH} are allowed")
+def _check_length(text: str, limit: int = MAX_GRAMMAR_LENGTH) -> None:
+    if len(text) > limit:
+        raise grammar_text.UnsupportedGrammar(f"it has {len(text)} characters; {limit} are allowed")
 
 
 def _explained(failure: str) -> str:

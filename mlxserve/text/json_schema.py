@@ -76,6 +76,43 @@ def check(schema: Any) -> None:
     endings.check_combinations()
 
 
+def check_values(schema: Any) -> None:
+    """Raise UnsupportedSchema if a keyword has a value of the wrong type, or the schema is too large.
+
+    For schemas that are shown to a model: keywords that cannot be enforced may stand in them.
+    """
+    waiting: list[tuple[Path, Any]] = [((), schema)]
+    num_schemas = 0
+    while waiting:
+        path, node = waiting.pop()
+        num_schemas += 1
+        if len(path) > MAX_DEPTH or num_schemas > MAX_SUBSCHEMAS:
+            raise UnsupportedSchema(f"it has more than {MAX_DEPTH} levels, or {MAX_SUBSCHEMAS} schemas within it")
+        if not isinstance(node, (dict, bool)):
+            raise _fault(path, "a schema must be an object or a boolean")
+        if isinstance(node, dict):
+            for keyword, value in node.items():
+                is_right, wanted = _VALUES.get(keyword, (_is_anything, ""))
+                if not is_right(value) and not (keyword == "multipleOf" and _is_number(value) and value > 0):
+                    raise _fault(path, f"{keyword!r} must be {wanted}")
+            waiting += _children(path, node)
+
+
+def without_annotations(schema: Any) -> Any:
+    """A schema that passed check(), which asks for the same and is shorter."""
+    if not isinstance(schema, dict):
+        return schema
+    kept = {keyword: value for keyword, value in schema.items() if keyword not in ANNOTATIONS}
+    for keyword, value in kept.items():
+        if keyword in _MAPS:
+            kept[keyword] = {name: without_annotations(child) for name, child in value.items()}
+        elif isinstance(value, list) and keyword in (*_LISTS, "items"):
+            kept[keyword] = [without_annotations(child) for child in value]
+        elif keyword in _SCHEMAS:
+            kept[keyword] = without_annotations(value)
+    return kept
+
+
 def _fault(path: Path, what: str) -> UnsupportedSchema:
     where = "/".join(part.replace("~", "~0").replace("/", "~1") for part in ("#", *path))
     return UnsupportedSchema(f"{what} (at {where})")
@@ -149,6 +186,10 @@ def _is_object(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _is_anything(value: Any) -> bool:
+    return True
+
+
 def _is_schema(value: Any) -> bool:
     return isinstance(value, (dict, bool))
 
@@ -163,7 +204,7 @@ _VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "items": (lambda value: _is_schema(value) or isinstance(value, list), "a schema or a list of schemas"),
     "type": (_are_types, f"one or some of {', '.join(sorted(TYPES))}"),
     "enum": (_is_list, "a list of values"),
-    "const": (lambda value: True, "any value"),
+    "const": (_is_anything, "any value"),
     "multipleOf": (_is_multiple, f"positive and, without its decimal point, at most {MAX_MULTIPLE}"),
     "required": (_are_names, "a list of names"),
 }

@@ -52,11 +52,25 @@ class Tokenizer:
     def __contains__(self, token_id: int) -> bool:
         return token_id in self._tokens
 
+    def token_id(self, token: str) -> int | None:
+        """The id of the token that is written so, such as `</think>`; None if the vocabulary has none."""
+        token_id: int | None = self._backend.token_to_id(token)
+        return token_id
+
+    def has_token(self, token: str) -> bool:
+        return self.token_id(token) is not None
+
     @property
     def chat_template(self) -> str | None:
         """The Jinja source of the chat template (of the default one, if there are several)."""
         template = self.hf_tokenizer.chat_template
         return template.get("default") if isinstance(template, dict) else template
+
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template of requests that offer tools: the same, unless there is one named `tool_use`."""
+        template = self.hf_tokenizer.chat_template
+        return template.get("tool_use", self.chat_template) if isinstance(template, dict) else template
 
     @property
     def has_chat_template(self) -> bool:

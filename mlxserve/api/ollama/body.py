@@ -15,4 +15,4 @@ Schema = TypeVar("Schema", bound=WireModel)
 
 async def read(request: Request, schema: type[Schema], max_bytes: int) -> Schema:
     """The body of a request. Raises as read_body()."""
-    return await read_body(request, schema, max_bytes, MEDIA_TYPES)
+    return await read_body(request, schema, max_bytes, media_types=MEDIA_TYPES)

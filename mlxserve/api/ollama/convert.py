@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from mlxserve.api.ollama.schema import ChatRequest, GenerateRequest, GenerationFields, Message, Tool, ToolCall
-from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt
+from mlxserve.core.generation import ChatPrompt, GenerationRequest, InfillPrompt, Prompt, TextPrompt
 
 if TYPE_CHECKING:
     from mlxserve.engine.served_model import ServedModel
@@ -30,6 +30,8 @@ def chat_request(body: ChatRequest, request_id: str, model: "ServedModel") -> Ge
 
 def _prompt(body: GenerateRequest, model: "ServedModel") -> Prompt:
     text = body.prompt or ""
+    if body.suffix:
+        return InfillPrompt(text, body.suffix)
     # A model without a template takes plain text, as long as nothing is asked for that only a template can do.
     wants_template = model.tokenizer.has_chat_template or body.system or body.context or body.think
     if body.raw or not wants_template:

@@ -1,6 +1,7 @@
 """Ollama's endpoints that generate, and those about the server and the models it has loaded."""
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -10,12 +11,19 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from mlxserve.api.connection import until_disconnect
-from mlxserve.api.exchange import Exchange, Order, StreamFormat, reply_id
+from mlxserve.api.exchange import Embedded, Exchange, Order, StreamFormat, reply_id
 from mlxserve.api.ndjson import LineStream, line
 from mlxserve.api.ollama import models
 from mlxserve.api.ollama.answer import Answer
 from mlxserve.api.ollama.body import read
 from mlxserve.api.ollama.convert import chat_request, generate_request, known_name
+from mlxserve.api.ollama.embed import (
+    EmbeddingsRequest,
+    EmbedFields,
+    EmbedRequest,
+    embed_object,
+    embedding_requests,
+)
 from mlxserve.api.ollama.errors import error_object
 from mlxserve.api.ollama.library_routes import LibraryRoutes
 from mlxserve.api.ollama.reply import ChatReply, GenerateReply, Logprobs, Part, Reply, chat_message, done, head
@@ -49,6 +57,8 @@ class OllamaRoutes:
         return [
             Route("/api/generate", self.generate, methods=["POST"]),
             Route("/api/chat", self.chat, methods=["POST"]),
+            Route("/api/embed", self.embed, methods=["POST"]),
+            Route("/api/embeddings", self.embeddings, methods=["POST"]),
             Route("/api/version", self.version),
             Route("/api/ps", self.ps),
             *self._library.routes(),
@@ -81,6 +91,25 @@ class OllamaRoutes:
             reason = await self._load_or_unload(request, body)
             return JSONResponse({**head(body.model), "message": chat_message(Part()), **done(reason)})
         return await self._answer(request, body, "chat", chat_request, lambda logprobs: ChatReply(body.model, logprobs))
+
+    async def embed(self, request: Request) -> Response:
+        body = await read(request, EmbedRequest, self._max_body_bytes)
+        requests = embedding_requests(
+            body.texts, reply_id(request, "embed"), truncate=body.truncate is not False, options=body.options
+        )
+        embedded = await self._embed(request, body, requests)
+        return JSONResponse(embed_object(body, embedded, time.monotonic() - request.state.received))
+
+    async def embeddings(self, request: Request) -> Response:
+        body = await read(request, EmbeddingsRequest, self._max_body_bytes)
+        texts = [body.prompt] if body.prompt else []
+        requests = embedding_requests(texts, reply_id(request, "embed"), truncate=True, options=body.options)
+        embedded = await self._embed(request, body, requests)
+        return JSONResponse({"embedding": next(iter(embedded.vectors), [])})
+
+    async def _embed(self, request: Request, body: EmbedFields, requests: Sequence[GenerationRequest]) -> Embedded:
+        """Without a text the model is loaded, and that is all."""
+        return await Exchange(request, self._host).embed(known_name(body.model), requests, keep_alive=body.keep_alive)
 
     async def _answer(
         self,

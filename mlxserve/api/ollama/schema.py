@@ -150,7 +150,7 @@ class GenerateRequest(GenerationFields):
     raw: bool | None = None
     context: Annotated[list[TokenId], Field(max_length=MAX_CONTEXT_TOKENS, fail_fast=True)] | None = None
 
-    suffix: Annotated[Any, unsupported("")] = None
+    suffix: str | None = None
     template: Annotated[Any, unsupported("")] = None
     images: Images = None
     width: Annotated[Any, unsupported(0)] = None
@@ -160,17 +160,24 @@ class GenerateRequest(GenerationFields):
     @model_validator(mode="after")
     def _raw_is_the_whole_prompt(self) -> Self:
         if self.raw:
-            for name in ("system", "context"):
+            for name in ("system", "context", "suffix"):
                 if getattr(self, name):
                     raise InvalidParameter(
                         f"raw: true sends the prompt as it stands; leave '{name}' out, or raw.", param=name
                     )
         return self
 
+    @model_validator(mode="after")
+    def _a_gap_is_filled_without_a_chat(self) -> Self:
+        for name in ("system", "context", "think"):
+            if self.suffix and getattr(self, name):
+                raise InvalidParameter(f"'suffix' is not for chats; leave '{name}' out, or suffix.", param=name)
+        return self
+
     @property
     def is_empty(self) -> bool:
         """Whether nothing is to be generated: the model is to be loaded, or unloaded."""
-        return not self.prompt
+        return not self.prompt and not self.suffix
 
 
 class ChatRequest(GenerationFields):

@@ -8,9 +8,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxserve.api.openai.errors import error_object
-from mlxserve.api.openai.reply import Envelope, Reply, timings_object, usage_object
+from mlxserve.api.openai.reply import AnswerDelta, Envelope, Reply, progress_object, timings_object, usage_object
 from mlxserve.api.sse import DONE, event
-from mlxserve.core.generation import Finished, GenerationEvent, PromptLogprobs, TextDelta, Usage
+from mlxserve.core.generation import (
+    Finished,
+    GenerationEvent,
+    PrefillProgress,
+    PromptLogprobs,
+    ReasoningDelta,
+    TextDelta,
+    ToolCallDelta,
+    Usage,
+)
 from mlxserve.errors import EngineError, MlxserveError
 
 if TYPE_CHECKING:
@@ -38,7 +47,7 @@ class Answer:
         Raises:
             EngineError, RequestTimeout, RequestCancelled: a generation ended so.
         """
-        deltas: list[list[TextDelta]] = [[] for _ in self.generations]
+        deltas: list[list[AnswerDelta]] = [[] for _ in self.generations]
         finished: dict[int, Finished] = {}
         prompts: dict[int, PromptLogprobs] = {}
         async for index, item in self._ordered():
@@ -47,7 +56,7 @@ class Answer:
                     finished[index] = item
                 case PromptLogprobs():
                     prompts[index] = item
-                case TextDelta():
+                case TextDelta() | ReasoningDelta() | ToolCallDelta():
                     deltas[index].append(item)
         shown: list[int] = []
         for first in range(0, len(self.generations), self.num_samples):
@@ -83,24 +92,29 @@ class Answer:
             if (opening := self.reply.opening(index)) is not None:
                 yield self._chunk([opening])
         async for index, item in self._ordered():
-            if isinstance(item, Finished):
-                finished[index] = item
-                chunk = self._chunk([self.reply.finish(index, item)])
-                is_last = len(finished) == len(self.generations) and not self.include_usage
-                yield self._with_timings(chunk, item) if is_last else chunk
-                continue
-            part = None
-            if isinstance(item, TextDelta):
-                part = self.reply.delta(index, item)
-            elif isinstance(item, PromptLogprobs):
-                part = self.reply.prompt(index, item)
+            match item:
+                case Finished():
+                    finished[index] = item
+                    chunk = self._chunk([self.reply.finish(index, item)])
+                    is_last = len(finished) == len(self.generations) and not self.include_usage
+                    yield self._with_timings(chunk, item) if is_last else chunk
+                    continue
+                case PrefillProgress():
+                    yield self._chunk([self.reply.empty(index)]) | {"prompt_progress": progress_object(item)}
+                    continue
+                case PromptLogprobs():
+                    part = self.reply.prompt(index, item)
+                case TextDelta() | ReasoningDelta() | ToolCallDelta():
+                    part = self.reply.delta(index, item)
+                case _:
+                    continue
             if part is not None:
                 yield self._chunk([part])
         if self.include_usage:
             yield self._with_totals(self._chunk([]), finished)
 
     async def _ordered(self) -> AsyncIterator[tuple[int, GenerationEvent]]:
-        """The events of all samples as they come, but each sample's PromptLogprobs first, where they are asked for.
+        """The events of all samples as they come, but each sample's PromptLogprobs before its answer, if asked for.
 
         Only the first sample of a prompt gives them. The other ones, which may be ahead of it, wait.
         """
@@ -112,7 +126,7 @@ class Answer:
                 for sample in range(index, index + self.num_samples):
                     for each in (item, *held.pop(sample)):
                         yield sample, each
-            elif index in held:
+            elif index in held and not isinstance(item, PrefillProgress):
                 held[index].append(item)
             else:
                 yield index, item
@@ -130,7 +144,9 @@ class Answer:
             # A prompt counts once, as the sample found it that was computed first: the others hit what that one left.
             num_cached = min(usage.num_cached_tokens for usage in samples)
             num_generated = sum(usage.num_generated_tokens for usage in samples)
-            usages.append(Usage(samples[0].num_prompt_tokens, num_cached, num_generated))
+            num_reasoning = sum(usage.num_reasoning_tokens for usage in samples)
+            num_prompt = samples[0].num_prompt_tokens
+            usages.append(Usage(num_prompt, num_cached, num_generated, num_reasoning_tokens=num_reasoning))
         content["usage"] = usage_object(usages)
         return self._with_timings(content, finished[0])
 
@@ -140,7 +156,7 @@ class Answer:
         return content
 
 
-def _mean_logprob(deltas: Sequence[TextDelta]) -> float:
+def _mean_logprob(deltas: Sequence[AnswerDelta]) -> float:
     """A token of an answer; an empty one is the worst."""
     logprobs = [token.logprobs.logprob for delta in deltas for token in delta.tokens if token.logprobs is not None]
     return sum(logprobs) / len(logprobs) if logprobs else -math.inf

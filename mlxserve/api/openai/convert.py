@@ -1,18 +1,27 @@
 """From a parsed body to the engine's GenerationRequest."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
+from mlxserve.api.openai.messages import template_messages
 from mlxserve.api.openai.schema import (
     DEFAULT_COMPLETION_TOKENS,
     ChatCompletionRequest,
     CompletionFields,
     CompletionRequest,
-    Message,
-    ToolCall,
+    ReasoningEffort,
 )
-from mlxserve.core.generation import ChatPrompt, GenerationRequest, Prompt, TextPrompt, TokenPrompt
+from mlxserve.api.openai.text_schema import ApplyTemplateRequest
+from mlxserve.api.openai.tools import tools_and_choice
+from mlxserve.core.generation import (
+    ChatPrompt,
+    GenerationRequest,
+    InfillPrompt,
+    Prompt,
+    Reasoning,
+    TextPrompt,
+    TokenPrompt,
+)
 from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
 
@@ -34,14 +43,29 @@ SAME_NAMES = (
 
 
 def chat_request(body: ChatCompletionRequest, request_id: str, defaults: DefaultSampling) -> GenerationRequest:
-    prompt = ChatPrompt(
-        messages=tuple(_template_message(message) for message in body.messages),
-        template_kwargs=dict(body.chat_template_kwargs or {}),
-    )
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     return _request(
-        body, request_id, prompt, _sampling(body, defaults, max_tokens, body.num_logprobs, body.prompt_logprobs)
+        body,
+        request_id,
+        chat_prompt(body),
+        _sampling(body, defaults, max_tokens, body.num_logprobs, body.prompt_logprobs),
     )
+
+
+def chat_prompt(body: ChatCompletionRequest | ApplyTemplateRequest) -> ChatPrompt:
+    tools, choice = tools_and_choice(body)
+    effort = body.reasoning_effort
+    return ChatPrompt(
+        messages=template_messages(body.messages),
+        tools=tools,
+        template_kwargs=dict(body.chat_template_kwargs or {}),
+        tool_choice=choice,
+        reasoning=Reasoning() if effort is None else _reasoning(effort),
+    )
+
+
+def _reasoning(effort: ReasoningEffort) -> Reasoning:
+    return Reasoning(enabled=False) if effort == "none" else Reasoning(enabled=True, effort=effort)
 
 
 def completion_requests(body: CompletionRequest, request_id: str, defaults: DefaultSampling) -> list[GenerationRequest]:
@@ -56,11 +80,17 @@ def completion_requests(body: CompletionRequest, request_id: str, defaults: Defa
         _request(
             body,
             f"{request_id}-{index}" if several else request_id,
-            TextPrompt(prompt) if isinstance(prompt, str) else TokenPrompt(tuple(prompt)),
+            _text_prompt(prompt, body.suffix),
             sampling,
         )
         for index, prompt in enumerate(body.prompts)
     ]
+
+
+def _text_prompt(prompt: str | list[int], suffix: str | None) -> Prompt:
+    if not isinstance(prompt, str):
+        return TokenPrompt(tuple(prompt))
+    return InfillPrompt(prompt, suffix) if suffix else TextPrompt(prompt)
 
 
 def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: SamplingParams) -> GenerationRequest:
@@ -74,6 +104,7 @@ def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: 
         cache_salt=body.cache_salt,
         grammar=body.requested_grammar,
         speculation=None if body.speculation is None else Speculation(body.speculation),
+        wants_progress=bool(body.return_progress),
     )
 
 
@@ -98,28 +129,3 @@ def _sampling(
         logit_bias=tuple((int(key), value) for key, value in (body.logit_bias or {}).items()),
         prompt_logprobs=prompt_logprobs,
     )
-
-
-def _template_message(message: Message) -> dict[str, Any]:
-    """A message as chat templates expect it; fields the client left out do not appear."""
-    wire = {
-        "role": "system" if message.role == "developer" else message.role,
-        "content": message.text,
-        "name": message.name,
-        "tool_calls": [_template_tool_call(call) for call in message.tool_calls or ()] or None,
-        "tool_call_id": message.tool_call_id,
-        "reasoning_content": message.reasoning_content,
-    }
-    return {name: value for name, value in wire.items() if value is not None}
-
-
-def _template_tool_call(call: ToolCall) -> dict[str, Any]:
-    # OpenAI's arguments are JSON in a string, the templates' are an object.
-    arguments: Any = call.function.arguments
-    try:
-        parsed = json.loads(arguments)
-    except (ValueError, RecursionError):
-        parsed = None
-    if isinstance(parsed, dict):
-        arguments = parsed
-    return {"id": call.id, "type": "function", "function": {"name": call.function.name, "arguments": arguments}}

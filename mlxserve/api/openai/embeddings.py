@@ -8,7 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from mlxserve.api.dimensions import shortened
 from mlxserve.api.exchange import Embedded
-from mlxserve.api.openai.schema import TokenIds, kind_of_prompt
+from mlxserve.api.openai.schema import Duration, ModelName, TokenIds, kind_of_prompt
 from mlxserve.api.wire import WireModel
 from mlxserve.core.generation import GenerationRequest, TextPrompt, TokenPrompt
 from mlxserve.core.sampling_params import SamplingParams
@@ -20,7 +20,7 @@ Text = Annotated[str, Field(min_length=1)]
 
 
 class EmbeddingsRequest(WireModel):
-    model: Annotated[str, Field(min_length=1, max_length=1000)]
+    model: ModelName
     input: Annotated[
         Annotated[Text, Tag(":text")]
         | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True), Tag(":texts")]
@@ -35,6 +35,7 @@ class EmbeddingsRequest(WireModel):
     timeout: Annotated[float, Field(gt=0)] | None = None
     priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1000)] | None = None
+    keep_alive: Duration | None = None
     user: str | None = None
 
     @property

@@ -1,7 +1,7 @@
 """From a generation's events to the wire: chunks of a stream, or one object.
 
-Each kind of completion has a class with the same methods: `opening()`, `prompt()`, `delta()` and `finish()` give the
-chunks of one choice, `choice()` gives the whole of it.
+Each kind of completion has a class with the same methods: `opening()`, `empty()`, `prompt()`, `delta()` and `finish()`
+give the chunks of one choice, `choice()` gives the whole of it.
 """
 
 import codecs
@@ -11,10 +11,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mlxserve import __version__
-from mlxserve.core.generation import Finished, PromptLogprobs, TextDelta, Timings, Usage
+from mlxserve.core.generation import (
+    Finished,
+    PrefillProgress,
+    PromptLogprobs,
+    ReasoningDelta,
+    TextDelta,
+    Timings,
+    ToolCallDelta,
+    Usage,
+)
+from mlxserve.core.request import FinishReason
 from mlxserve.core.step import SampledToken, TokenLogprobs
 
 TokenBytes = Callable[[int], bytes]
+AnswerDelta = TextDelta | ReasoningDelta | ToolCallDelta
 
 # JSON has no minus infinity; OpenAI writes this for a probability of nearly nothing.
 _LOWEST_LOGPROB = -9999.0
@@ -54,26 +65,46 @@ class ChatReply:
     def opening(self, index: int) -> dict[str, Any] | None:
         return self._chunk(index, {"role": "assistant", "content": ""})
 
+    def empty(self, index: int) -> dict[str, Any]:
+        return self._chunk(index, {})
+
     def prompt(self, index: int, prompt: PromptLogprobs) -> dict[str, Any] | None:
         return None
 
-    def delta(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
+    def delta(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
         """None where there is nothing to tell, as for a token whose bytes are not a whole character yet."""
-        if not delta.text and not (self._with_logprobs and delta.tokens):
-            return None
-        return self._chunk(index, {"content": delta.text}, logprobs=self._logprobs([delta]))
+        match delta:
+            case TextDelta(text=text, tokens=tokens):
+                if not text and not (self._with_logprobs and tokens):
+                    return None
+                return self._chunk(index, {"content": text}, logprobs=self._logprobs([delta]))
+            case ReasoningDelta(text=text):
+                return self._chunk(index, _reasoning(text)) if text else None
+            case ToolCallDelta():
+                if delta.name is None and not delta.arguments:
+                    return None
+                return self._chunk(index, {"tool_calls": [_tool_call_piece(delta)]})
 
     def finish(self, index: int, finished: Finished) -> dict[str, Any]:
-        return self._chunk(index, {}, finish_reason=finished.reason.value)
+        return self._chunk(index, {}, finish_reason=_finish_reason(finished))
 
     def choice(
-        self, index: int, deltas: Sequence[TextDelta], finished: Finished, prompt: PromptLogprobs | None
+        self, index: int, deltas: Sequence[AnswerDelta], finished: Finished, prompt: PromptLogprobs | None
     ) -> dict[str, Any]:
+        texts = [delta for delta in deltas if isinstance(delta, TextDelta)]
+        content = "".join(delta.text for delta in texts)
+        thought = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+        calls = _tool_calls([delta for delta in deltas if isinstance(delta, ToolCallDelta)])
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        if thought:
+            message |= _reasoning(thought)
         choice = {
             "index": index,
-            "message": {"role": "assistant", "content": "".join(delta.text for delta in deltas), "refusal": None},
-            "logprobs": self._logprobs(deltas),
-            "finish_reason": finished.reason.value,
+            "message": message,
+            "logprobs": self._logprobs(texts),
+            "finish_reason": _finish_reason(finished),
         }
         if prompt is not None:
             choice["prompt_logprobs"] = prompt_logprobs_list(prompt, self._token_bytes)
@@ -132,15 +163,21 @@ class CompletionReply:
             return None
         return self._choice(index, self._echoes[index], None, None)
 
+    def empty(self, index: int) -> dict[str, Any]:
+        return self._choice(index, "", None, None)
+
     def prompt(self, index: int, prompt: PromptLogprobs) -> dict[str, Any] | None:
         if not self._scores_echoes:
             return None
         text = self._echoes[index]
         return self._choice(index, text, self._logprobs(index, [self._echo(index, prompt)]), None)
 
-    def delta(self, index: int, delta: TextDelta) -> dict[str, Any] | None:
-        """None where there is nothing to tell, as for a token whose bytes are not a whole character yet."""
-        if not delta.text and (self._num_logprobs is None or not delta.tokens):
+    def delta(self, index: int, delta: AnswerDelta) -> dict[str, Any] | None:
+        """None where there is nothing to tell, as for a token whose bytes are not a whole character yet.
+
+        What goes on from a text is text: nothing is parsed out of it.
+        """
+        if not isinstance(delta, TextDelta) or (not delta.text and (self._num_logprobs is None or not delta.tokens)):
             return None
         return self._choice(index, delta.text, self._logprobs(index, [delta]), None)
 
@@ -148,12 +185,12 @@ class CompletionReply:
         return self._choice(index, "", None, finished.reason.value)
 
     def choice(
-        self, index: int, deltas: Sequence[TextDelta], finished: Finished, prompt: PromptLogprobs | None
+        self, index: int, deltas: Sequence[AnswerDelta], finished: Finished, prompt: PromptLogprobs | None
     ) -> dict[str, Any]:
-        text = "".join(delta.text for delta in deltas)
+        parts = [delta for delta in deltas if isinstance(delta, TextDelta)]
+        text = "".join(delta.text for delta in parts)
         if self._echoes:
             text = self._echoes[index] + text
-        parts = list(deltas)
         if prompt is not None and self._scores_echoes:
             parts.insert(0, self._echo(index, prompt))
         choice = self._choice(index, text, self._logprobs(index, parts), finished.reason.value)
@@ -208,6 +245,35 @@ class CompletionReply:
 Reply = ChatReply | CompletionReply
 
 
+def _finish_reason(finished: Finished) -> str:
+    """OpenAI says "stop" where one tool was named; the other local servers say "tool_calls" of every call."""
+    if finished.num_tool_calls and finished.reason is FinishReason.STOP:
+        return "tool_calls"
+    return finished.reason.value
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """By both names that clients look for; OpenAI has none."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _tool_call_piece(delta: ToolCallDelta) -> dict[str, Any]:
+    if delta.name is None:
+        return {"index": delta.index, "function": {"arguments": delta.arguments}}
+    function = {"name": delta.name, "arguments": delta.arguments}
+    return {"index": delta.index, "id": delta.call_id, "type": "function", "function": function}
+
+
+def _tool_calls(deltas: Sequence[ToolCallDelta]) -> list[dict[str, Any]]:
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        if delta.name is not None:
+            function = {"name": delta.name, "arguments": ""}
+            calls[delta.index] = {"id": delta.call_id, "type": "function", "function": function}
+        calls[delta.index]["function"]["arguments"] += delta.arguments
+    return list(calls.values())
+
+
 def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
     """The sum over all prompts."""
     parts = list(usages)
@@ -218,6 +284,17 @@ def usage_object(usages: Iterable[Usage]) -> dict[str, Any]:
         "completion_tokens": generated,
         "total_tokens": prompt + generated,
         "prompt_tokens_details": {"cached_tokens": sum(usage.num_cached_tokens for usage in parts)},
+        "completion_tokens_details": {"reasoning_tokens": sum(usage.num_reasoning_tokens for usage in parts)},
+    }
+
+
+def progress_object(progress: PrefillProgress) -> dict[str, Any]:
+    """llama-server's `prompt_progress`; `processed` counts the tokens found in the cache, too."""
+    return {
+        "total": progress.num_prompt_tokens,
+        "cache": progress.num_cached_tokens,
+        "processed": progress.num_computed_tokens,
+        "time_ms": progress.seconds * 1000,
     }
 
 

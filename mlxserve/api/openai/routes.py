@@ -14,7 +14,7 @@ from mlxserve.api.openai.embeddings import EmbeddingsRequest, embedding_requests
 from mlxserve.api.openai.errors import error_object
 from mlxserve.api.openai.reply import ChatReply, CompletionReply, Envelope, Reply
 from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionFields, CompletionRequest
-from mlxserve.api.sse import EventStream, event
+from mlxserve.api.sse import WAITING, EventStream, event
 from mlxserve.api.wire import read_body
 from mlxserve.core.generation import GenerationRequest
 from mlxserve.errors import ModelNotFound
@@ -31,6 +31,7 @@ Prepare = Callable[[Body, str, "ServedModel"], tuple[Sequence[GenerationRequest]
 EVENTS = StreamFormat(
     respond=lambda pieces, close: EventStream(pieces, on_close=close),
     failure=lambda error: event(error_object(error)[1]),
+    waiting=WAITING,
 )
 
 
@@ -57,9 +58,11 @@ class OpenAIRoutes:
 
     async def get_model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        for info in self._host.models():
-            if info.name == name:
-                return JSONResponse(_model_object(info))
+        models = self._host.models()
+        for same in (str, _canonical):
+            for info in models:
+                if same(info.name) == same(name):
+                    return JSONResponse(_model_object(info))
         raise ModelNotFound(f"There is no model {name!r} here; GET /v1/models lists those there are.", model=name)
 
     async def chat_completions(self, request: Request) -> Response:
@@ -74,7 +77,8 @@ class OpenAIRoutes:
         body = await read_body(request, EmbeddingsRequest, self._max_body_bytes)
         exchange = Exchange(request, self._host)
         requests = embedding_requests(body, reply_id(request, "embd"))
-        return JSONResponse(embeddings_object(body, await exchange.embed(body.model, requests)))
+        embedded = await exchange.embed(body.model, requests, keep_alive=body.keep_alive)
+        return JSONResponse(embeddings_object(body, embedded))
 
     async def _answer(self, request: Request, body: Body, id_prefix: str, prepare: Prepare[Body]) -> Response:
         exchange = Exchange(request, self._host)
@@ -96,7 +100,8 @@ class OpenAIRoutes:
 
             return Order(requests, answer, body.num_samples)
 
-        return await exchange.respond(body.model, place, stream=EVENTS if body.stream else None)
+        stream = EVENTS if body.stream else None
+        return await exchange.respond(body.model, place, stream=stream, keep_alive=body.keep_alive)
 
 
 def _prepare_chat(
@@ -132,6 +137,11 @@ def _prompt_text(prompt: str | list[int], model: "ServedModel") -> str:
     if isinstance(prompt, str):
         return prompt
     return b"".join(map(model.tokenizer.token_bytes, prompt)).decode(errors="replace")
+
+
+def _canonical(name: str) -> str:
+    """What the spellings of one alias have in common."""
+    return name.lower().removesuffix(":latest")
 
 
 def _model_object(info: "ModelInfo") -> dict[str, Any]:

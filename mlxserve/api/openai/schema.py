@@ -2,30 +2,23 @@
 
 Three kinds of fields stand here. Those with an effect. Those accepted without one, because they ask for nothing
 that changes an answer: `user`, `safety_identifier`, `metadata`, `store`, `service_tier`, `prompt_cache_key`,
-`prompt_cache_retention`, `parallel_tool_calls`. And those that are known and not supported yet: they may be null
-or have a value that asks for nothing (`suffix: ""`, `tools: []`), and are refused by name otherwise. A field that
-stands nowhere here is refused as unknown. Null means the default everywhere.
+`prompt_cache_retention`. And those that are known and not supported yet: they may be null or have a value that asks
+for nothing (`echo: false`, `functions: []`), and are refused by name otherwise. A field that stands nowhere here is
+refused as unknown. Null means the default everywhere.
 
 Beside OpenAI's own: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `stop_token_ids`, `prompt_logprobs`,
 `ignore_eos`, `chat_template_kwargs`, `priority`, `cache_salt` as vLLM has them; `typical_p` and `repeat_last_n` as
-llama-server has them; `timeout` in seconds; `timings: true` for a `timings` object in the last chunk or the reply;
-`speculation` for who may guess at the next tokens.
+llama-server has them, and its `return_progress`; `timeout` in seconds; `timings: true` for a `timings` object in the
+last chunk or the reply; `keep_alive` as Ollama has it; `speculation` for who may guess at the next tokens.
 """
 
+import math
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Discriminator,
-    Field,
-    Tag,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from mlxserve.api.openai.messages import Messages, check_messages, text_or_list
 from mlxserve.api.openai.structured import (
     Choices,
     GrammarText,
@@ -35,7 +28,9 @@ from mlxserve.api.openai.structured import (
     StructuredOutputs,
     requested_grammar,
 )
+from mlxserve.api.openai.tools import Choice, Tools, tools_and_choice
 from mlxserve.api.wire import WireModel, unsupported
+from mlxserve.config import parse_duration
 from mlxserve.core.constraint import Grammar
 from mlxserve.core.sampling_params import MAX_LOGIT_BIASES, MAX_LOGPROBS, MAX_STOP_TOKEN_IDS
 from mlxserve.errors import InvalidParameter
@@ -43,8 +38,6 @@ from mlxserve.errors import InvalidParameter
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 500
 MAX_PROMPTS = 256
-MAX_PARTS = 10_000
-MAX_MESSAGES = 100_000
 MAX_PROMPT_TOKENS = 2**20
 """Checking a longer list takes so long that other requests would feel it."""
 MAX_SAMPLES = 16
@@ -53,44 +46,15 @@ DEFAULT_COMPLETION_TOKENS = 16
 """max_tokens of /v1/completions where the client gave none: OpenAI's own default."""
 
 
-def _text_or_list(value: Any) -> str | None:
-    if isinstance(value, str):
-        return ":text"
-    return ":list" if isinstance(value, list) else None
-
-
-def _refuse_other_parts(part: Any) -> Any:
-    kind = part.get("type") if isinstance(part, dict) else "text"
-    if isinstance(kind, str) and kind != "text":
-        raise PydanticCustomError(
-            "unsupported_parameter", "parts of type {kind} are not supported yet; send text", {"kind": repr(kind[:40])}
-        )
-    return part
-
-
-class TextPart(WireModel):
-    type: Literal["text"]
-    text: str
-
-
-Content = Annotated[
-    Annotated[str, Tag(":text")]
-    | Annotated[
-        list[Annotated[TextPart, BeforeValidator(_refuse_other_parts)]],
-        Field(min_length=1, max_length=MAX_PARTS, fail_fast=True),
-        Tag(":list"),
-    ],
-    Discriminator(_text_or_list, "content_type", "Input should be a string or a list of parts"),
-]
-
 StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopString, Tag(":text")]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(":list")],
-    Discriminator(_text_or_list, "stop_type", "Input should be a string or a list of strings"),
+    Discriminator(text_or_list, "stop_type", "Input should be a string or a list of strings"),
 ]
 
 
+ModelName = Annotated[str, Field(min_length=1, max_length=1000)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -101,6 +65,19 @@ def _keys_are_token_ids(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
+def _is_duration(value: Any) -> float:
+    try:
+        seconds = parse_duration(value)
+        if not math.isfinite(seconds):
+            raise ValueError("a duration is needed that is not infinite; negative means for ever")
+    except (ValueError, OverflowError) as error:
+        raise PydanticCustomError("value_error", "{reason}", {"reason": str(error)}) from error
+    return seconds
+
+
+Duration = Annotated[Any, AfterValidator(_is_duration)]
+"""Seconds, out of a number of them or a text such as "5m"."""
+
 LogitBias = Annotated[
     dict[str, Annotated[float, Field(ge=-100, le=100)]],
     Field(max_length=MAX_LOGIT_BIASES),
@@ -108,46 +85,7 @@ LogitBias = Annotated[
 ]
 
 
-class FunctionCall(WireModel):
-    name: str
-    arguments: str
-
-
-class ToolCall(WireModel):
-    """A call the model made earlier in the conversation."""
-
-    id: str
-    type: Literal["function"] = "function"
-    function: FunctionCall
-    index: int | None = None
-
-
-class Message(WireModel):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[ToolCall] | None = None
-    content: Content | None = Field(None, validate_default=True)
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    # What clients send back of an answer they were given.
-    refusal: Annotated[Any, unsupported()] = None
-    annotations: Annotated[Any, unsupported([])] = None
-    audio: Annotated[Any, unsupported()] = None
-    function_call: Annotated[Any, unsupported()] = None
-
-    @field_validator("content")
-    @classmethod
-    def _content_is_given(cls, content: Any, info: ValidationInfo) -> Any:
-        if content is None and not info.data.get("tool_calls"):
-            raise PydanticCustomError("missing", "Field required")
-        return content
-
-    @property
-    def text(self) -> str:
-        """The content as one string; parts become paragraphs."""
-        if isinstance(self.content, list):
-            return "\n".join(part.text for part in self.content)
-        return self.content or ""
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
 class StreamOptions(WireModel):
@@ -158,7 +96,7 @@ class StreamOptions(WireModel):
 class CompletionFields(WireModel):
     """What both kinds of completions have in common."""
 
-    model: Annotated[str, Field(min_length=1, max_length=1000)]
+    model: ModelName
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -194,7 +132,8 @@ class CompletionFields(WireModel):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
-    keep_alive: Annotated[Any, unsupported()] = None
+    keep_alive: Duration | None = None
+    return_progress: bool | None = None
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -217,6 +156,12 @@ class CompletionFields(WireModel):
     def _streams_have_no_prompt_logprobs(self) -> Self:
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidParameter("'prompt_logprobs' is only for requests without a stream.", param="prompt_logprobs")
+        return self
+
+    @model_validator(mode="after")
+    def _progress_needs_a_stream(self) -> Self:
+        if self.return_progress and not self.stream:
+            raise InvalidParameter("'return_progress' is only for requests with stream: true.", param="return_progress")
         return self
 
     @property
@@ -248,19 +193,19 @@ class CompletionFields(WireModel):
 
 
 class ChatCompletionRequest(CompletionFields):
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Messages
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
+    tools: Tools | None = None
+    tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
-    tools: Annotated[Any, unsupported([])] = None
-    tool_choice: Annotated[Any, unsupported("none", "auto")] = None
     functions: Annotated[Any, unsupported([])] = None
     function_call: Annotated[Any, unsupported("none", "auto")] = None
-    reasoning_effort: Annotated[Any, unsupported()] = None
     modalities: Annotated[Any, unsupported(["text"])] = None
     audio: Annotated[Any, unsupported()] = None
     prediction: Annotated[Any, unsupported()] = None
@@ -281,6 +226,8 @@ class ChatCompletionRequest(CompletionFields):
             raise InvalidParameter("'top_logprobs' needs logprobs: true.", param="top_logprobs")
         if self.timings and self.num_choices > 1:
             raise InvalidParameter("'timings' needs a single choice.", param="timings")
+        check_messages(self.messages)
+        tools_and_choice(self)
         return self
 
     @property
@@ -317,7 +264,7 @@ class CompletionRequest(CompletionFields):
     echo: bool | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] | None = None
 
-    suffix: Annotated[Any, unsupported("")] = None
+    suffix: str | None = None
 
     @model_validator(mode="after")
     def _timings_of_one_choice(self) -> Self:
@@ -336,6 +283,14 @@ class CompletionRequest(CompletionFields):
                 "'best_of' cannot be streamed: the best is known when all are there. Send stream: false.",
                 param="best_of",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _suffix_goes_with_text(self) -> Self:
+        if self.suffix and self.echo:
+            raise InvalidParameter("'echo' does not go with 'suffix'; send one of them.", param="echo")
+        if self.suffix and not all(isinstance(prompt, str) for prompt in self.prompts):
+            raise InvalidParameter("'suffix' needs a prompt that is text and not token ids.", param="suffix")
         return self
 
     @property

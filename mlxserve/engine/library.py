@@ -1,0 +1,259 @@
+"""The models of this machine as a user handles them: listed, shown, pulled, copied, removed. Imports no mlx.
+
+One store with other MLX tools: names of the user's models.toml and the shipped one over the hub's cache, package files
+and paths. All methods block, on disks and networks: call them from a thread.
+"""
+
+import logging
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mlxserve.errors import InvalidParameter, ModelError, ModelInUse, ModelNotFound
+from mlxserve.store import alias_file, hub
+from mlxserve.store.fit import Fit, fit
+from mlxserve.store.hub import ProgressCallback
+from mlxserve.store.machine import this_machine
+from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
+from mlxserve.store.model_parameters import parse_parameters
+from mlxserve.store.model_source import HubRepo, ModelSource
+from mlxserve.store.registry import Registry, canonical
+from mlxserve.text.capabilities import capabilities
+from mlxserve.text.chat_template import check_template
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model that can be loaded without a download."""
+
+    name: str
+    source: ModelSource
+    path: Path
+    """A folder or a .gguf file."""
+    size: int
+    """Bytes on disk."""
+    modified: float
+    """Unix time."""
+    digest: str
+    """64 hexadecimal digits, other ones for other files."""
+    format: str
+    """gguf or safetensors."""
+    architecture: str
+    family: str
+    num_parameters: int
+    quantization: str
+    context_length: int
+    embedding_length: int | None
+    capabilities: tuple[str, ...]
+    license: str | None
+    template: str | None
+    system: str | None
+    parameters: dict[str, Any]
+    """Sampling defaults, and `stop`, a list, if there are such."""
+    facts: ModelFacts = field(repr=False)
+
+
+class Library:
+    def __init__(self, registry: Registry) -> None:
+        self.registry = registry
+
+    def models(self) -> list[StoredModel]:
+        """Every model that is here: under its aliases, and what no alias names under its name on the hub.
+
+        What cannot be read is left out, with a line in the log.
+
+        Raises:
+            ConfigError: a models.toml is wrong.
+        """
+        found: list[StoredModel] = []
+        read: dict[Path, ModelFacts] = {}
+        aliases = self.registry.aliases
+        named = {source.location for source in aliases.values() if isinstance(source.location, HubRepo)}
+        sources = [source for _, source in sorted(aliases.items())]
+        sources += [ModelSource(str(location), location) for location in hub.cached_repos() if location not in named]
+        for source in sources:
+            try:
+                path = hub.find_local(source)
+                if path is None:
+                    continue
+                if path not in read:
+                    read[path] = read_facts(path, source.name)
+                found.append(_stored(source, read[path]))
+            except ModelError as error:
+                logger.warning("left out of the list: %s: %s", source.name, error)
+        return found
+
+    def show(self, name: str, *, allow_paths: bool = False) -> StoredModel:
+        """The model of that name.
+
+        Raises:
+            ModelNotFound: there is none, or it is not on this machine.
+            ModelLoadError: its files are damaged, or no files of the store.
+            ConfigError: a models.toml is wrong.
+        """
+        return self._read(self.registry.resolve(name, allow_paths=allow_paths))
+
+    def pull(self, name: str, progress: ProgressCallback, cancelled: threading.Event | None = None) -> StoredModel:
+        """Download the model of that name, or bring it up to date; its files are verified.
+
+        Args:
+            progress: Called with (bytes here, bytes in all), on this thread.
+            cancelled: Set by whoever wants no more of it; what has come is kept.
+
+        Raises:
+            ModelNotFound: no name of a model.
+            DownloadError: the hub did not give it, it cannot be used, or the disk has no room; DownloadCancelled.
+            ModelLoadError: what came cannot be loaded: a GGUF file of types or an architecture that cannot be read.
+        """
+        source = self.registry.resolve(name, allow_paths=False)
+        facts = read_facts(hub.fetch(source, progress, cancelled), source.name)
+        require_readable(facts, source.name)
+        return _stored(source, facts)
+
+    def fit(self, name: str, *, allow_paths: bool = False) -> Fit:
+        """How the model of that name fits into this machine's memory. Raises as show()."""
+        model = self.show(name, allow_paths=allow_paths)
+        return fit(model.facts, this_machine(), model.context_length)
+
+    def remove(self, name: str) -> int:
+        """Remove the name, if it is in the user's file, and the files of a hub model, unless other names need them.
+
+        Package files and local folders stay. Returns the bytes that were freed.
+
+        Raises:
+            ModelNotFound: there is no such model here.
+            ModelInUse: it is no name of the user's file, and one of these needs its files; or nothing of it is ours.
+        """
+        source = self.registry.resolve(name, allow_paths=False)
+        location = source.location
+        own = self.registry.user_aliases
+        if source.name in own:
+            alias_file.remove(self.registry.user_file, source.name)
+            is_used = any(each.location == location for each in self.registry.aliases.values())
+            return hub.delete(location) if isinstance(location, HubRepo) and not is_used else 0
+        if not isinstance(location, HubRepo):
+            raise ModelInUse(
+                f"{source.name} is {location}, which mlxserve did not put there and does not remove", model=name
+            )
+        users = sorted(alias for alias, each in own.items() if _same_files(each.location, location))
+        if users:
+            raise ModelInUse(
+                f"the files of {source.name} are those of {', '.join(users)}, too; remove that first: "
+                f"mlxserve rm {' '.join(users)}",
+                model=name,
+            )
+        try:
+            here = hub.find_local(source) is not None
+        except ModelError:
+            here = True
+        freed = hub.delete(location)
+        if not here and not freed:
+            raise ModelNotFound(f"{source.name} is not on this machine; mlxserve list shows what is", model=name)
+        return freed
+
+    def copy(self, source: str, destination: str, *, allow_paths: bool = False) -> StoredModel:
+        """Give a model another name, in the user's models.toml; a name that is there is written over.
+
+        Raises:
+            ModelNotFound: there is no such model here.
+            InvalidParameter: the new name cannot be one.
+        """
+        model = self.show(source, allow_paths=allow_paths)
+        return self._write(replace(model.source, name=_new_name(destination)), taken_from=model)
+
+    def create(
+        self,
+        name: str,
+        base: str,
+        *,
+        system: str | None = None,
+        template: str | None = None,
+        parameters: dict[str, Any] | None = None,
+        license: str | None = None,
+        allow_paths: bool = False,
+    ) -> StoredModel:
+        """A name in the user's models.toml for `base` with another system message, template or other defaults.
+
+        What is None stays as `base` has it. `parameters` are Ollama's or our own names.
+
+        Raises:
+            ModelNotFound: `base` is not here.
+            InvalidParameter: the name, the template or a parameter is wrong.
+        """
+        model = self.show(base, allow_paths=allow_paths)
+        old = model.source
+        changes = parse_parameters(parameters or {})
+        if template is not None:
+            check_template(template)
+        source = replace(
+            old,
+            name=_new_name(name),
+            description="",
+            context_length=changes.context_length or old.context_length,
+            sampling={**old.sampling, **changes.sampling},
+            stop=changes.stop or old.stop,
+            system=old.system if system is None else system or None,
+            template=old.template if template is None else template or None,
+            license=license or old.license,
+        )
+        return self._write(source, taken_from=model)
+
+    def _write(self, source: ModelSource, *, taken_from: StoredModel) -> StoredModel:
+        if source.name == taken_from.source.name and source.name not in self.registry.user_aliases:
+            raise InvalidParameter(f"{source.name!r} is the name of the model itself; choose another", param="name")
+        alias_file.put(self.registry.user_file, source)
+        return _stored(source, taken_from.facts)
+
+    def _read(self, source: ModelSource) -> StoredModel:
+        path = hub.find_local(source)
+        if path is None:
+            hint = f"download it first: mlxserve pull {source.name}"
+            if not isinstance(source.location, HubRepo):
+                hint = f"it should be {source.location}"
+            raise ModelNotFound(f"{source.name} is not on this machine; {hint}", model=source.name)
+        return _stored(source, read_facts(path, source.name))
+
+
+def _stored(source: ModelSource, facts: ModelFacts) -> StoredModel:
+    template = source.template or facts.chat_template
+    parameters: dict[str, Any] = dict(source.sampling)
+    if source.stop:
+        parameters["stop"] = list(source.stop)
+    return StoredModel(
+        name=source.name,
+        source=source,
+        path=facts.path,
+        size=facts.size,
+        modified=facts.modified,
+        digest=facts.digest,
+        format=facts.format,
+        architecture=facts.architecture,
+        family=facts.architecture,
+        num_parameters=facts.num_parameters,
+        quantization=facts.quantization,
+        context_length=min(facts.context_length, source.context_length or facts.context_length),
+        embedding_length=facts.embedding_length,
+        capabilities=capabilities(template, facts.has_token),
+        license=source.license or facts.license,
+        template=template,
+        system=source.system,
+        parameters=parameters,
+        facts=facts,
+    )
+
+
+def _same_files(first: object, second: HubRepo) -> bool:
+    return isinstance(first, HubRepo) and (first.repo, first.revision) == (second.repo, second.revision)
+
+
+def _new_name(name: str) -> str:
+    alias = canonical(name)
+    if not alias_file.ALIAS.fullmatch(alias):
+        raise InvalidParameter(
+            f"{name!r} cannot be a name: it begins with a letter or digit, and . _ : - are allowed behind it",
+            param="name",
+        )
+    return alias
