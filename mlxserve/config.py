@@ -183,6 +183,10 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     """Web origins accepted beside loopback ones."""
     max_body_bytes: int = 32 * 1024 * 1024
+    allow_pull: bool | None = None
+    """Let clients download models through /api/pull; None: if the server is bound to a loopback address."""
+    model_dirs: tuple[str, ...] = ()
+    """Folders whose models clients may give a name through /api/create."""
     log_level: str = "info"
     threads: int | None = None
     """Threads of the CPU's matrix library; None: one for each core. No effect on a GPU."""

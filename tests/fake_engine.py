@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import uvicorn
+from fake_library import FakeLibrary
 from starlette.types import ASGIApp
 
 from mlxserve.core.generation import (
@@ -32,7 +33,6 @@ from mlxserve.core.request import FinishReason
 from mlxserve.core.stats import EngineStats
 from mlxserve.core.step import SampledToken, TokenLogprobs
 from mlxserve.engine.journal import Journal
-from mlxserve.engine.model_host import LoadedInfo
 from mlxserve.errors import ContextLengthExceeded, ModelNotFound
 
 CONTEXT_LENGTH = 4096
@@ -95,6 +95,21 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class LoadedInfo:
+    name: str
+    size: int = 1_000_000
+    weight_bytes: int = 900_000
+    context_length: int = CONTEXT_LENGTH
+    expires_at: float | None = 1_800_000_000.25
+    digest: str = "0f" * 32
+    architecture: str = "fake"
+    family: str = "fake"
+    num_parameters: int = 134_515_008
+    quantization: str = "4-bit"
+    num_in_flight: int = 0
+
+
+@dataclass(frozen=True)
 class HealthStatus:
     ok: bool
     detail: str
@@ -129,7 +144,9 @@ class FakeHost:
     default_sampling: dict[str, float | int] = field(default_factory=dict)
     healthy: bool = True
     keep_alives: list[float | None] = field(default_factory=list)
-    """What each lease was asked for with."""
+    """What each lease, and each preload, was asked for with."""
+    loaded_models: "list[LoadedInfo]" = field(default_factory=list)
+    library: FakeLibrary = field(default_factory=FakeLibrary)
     requests: list[GenerationRequest] = field(default_factory=list)
     """Every request that reached generate()."""
     abandoned: list[str] = field(default_factory=list)
@@ -157,6 +174,21 @@ class FakeHost:
         self.leases.append(lease)
         return lease
 
+    async def preload(self, name: str, *, keep_alive: float | None = None) -> None:
+        self.keep_alives.append(keep_alive)
+        await self._get(name)
+        if all(info.name != name for info in self.loaded_models):
+            self.loaded_models.append(LoadedInfo(name))
+
+    async def unload(self, name: str) -> None:
+        found = [info for info in self.loaded_models if info.name == name]
+        if not found:
+            raise ModelNotFound(f"{name} is not loaded", model=name)
+        self.loaded_models.remove(found[0])
+
+    def loaded(self) -> "list[LoadedInfo]":
+        return list(self.loaded_models)
+
     def models(self) -> list[ModelInfo]:
         return [ModelInfo(name) for name in self.names]
 
@@ -166,13 +198,12 @@ class FakeHost:
     def stats(self) -> dict[str, EngineStats]:
         return self.engine_stats
 
-    def loaded(self) -> list[LoadedInfo]:
-        return []
-
     def reset(self) -> None:
         self.script = Script()
         self.default_sampling = {}
         self.keep_alives.clear()
+        self.loaded_models.clear()
+        self.library = FakeLibrary()
         self.requests.clear()
         self.abandoned.clear()
         self.cancelled.clear()
@@ -273,6 +304,7 @@ class FakeGeneration:
         self._index = index
         self._events = self._run()
         self._ended = False
+        self._answer_ids: list[int] = []
 
     def __aiter__(self) -> "FakeGeneration":
         return self
@@ -289,6 +321,11 @@ class FakeGeneration:
         if not self._ended:
             self._ended = True
             self._host.cancelled.append(self.request_id)
+
+    @property
+    def token_ids(self) -> list[int]:
+        """The prompt's bytes, and those of the answer that were given out."""
+        return [*prompt_bytes(self._request), *self._answer_ids]
 
     async def _run(self):
         if self._script.first_token is not None:
@@ -317,6 +354,7 @@ class FakeGeneration:
                     reason = FinishReason.LENGTH
                     break
                 num_tokens += len(delta.tokens)
+                self._answer_ids += [token.token_id for token in delta.tokens]
                 yield delta
             if not self._script.endless:
                 break

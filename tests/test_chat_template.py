@@ -163,3 +163,25 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(monkeypatch, p
 
 def test_a_text_that_may_fit_is_tokenised():
     assert len(encode_prompt(tokenizer_with(None), TextPrompt("x" * 100), 100)) == 101
+
+
+def test_a_context_stands_before_the_messages_and_the_sequence_begins_once():
+    tokenizer = tokenizer_with(CHATML)
+    context = encode_prompt(tokenizer, ChatPrompt((USER,)))
+    begun, *rest = encode_prompt(tokenizer, ChatPrompt((USER,)))
+    assert begun == tokenizer.hf_tokenizer.bos_token_id
+    assert encode_prompt(tokenizer, ChatPrompt((USER,), context=tuple(context))) == [*context, *rest]
+
+
+def test_a_token_that_begins_every_turn_stays_behind_a_context():
+    turns = "{% for message in messages %}{{ bos_token }}{{ message.content }}{% endfor %}{{ bos_token }}"
+    tokenizer = tokenizer_with(turns)
+    ids = encode_prompt(tokenizer, ChatPrompt((USER,)))
+    assert encode_prompt(tokenizer, ChatPrompt((USER,), context=(5,))) == [5, *ids]
+
+
+def test_tokens_of_a_context_are_checked():
+    tokenizer = tokenizer_with(CHATML)
+    with pytest.raises(InvalidParameter, match="token 1 of the context") as error:
+        encode_prompt(tokenizer, ChatPrompt((USER,), context=(5, tokenizer.vocab_size)))
+    assert error.value.param == "context"

@@ -197,7 +197,8 @@ def bounds(schema: Any) -> Iterator[int]:
 
 
 def test_every_model_has_its_table() -> None:
-    assert set(subclasses(WireModel)) == set(DOCUMENTED)
+    models = {model for model in subclasses(WireModel) if not model.__module__.startswith("mlxserve.api.ollama.")}
+    assert models == set(DOCUMENTED)
 
 
 @pytest.mark.parametrize("model", DOCUMENTED)

@@ -22,7 +22,8 @@ def ask(path: str, config: ServerConfig | None = None, method: str = "GET", **he
     async def send() -> httpx.Response:
         transport = httpx.ASGITransport(create_app(FakeHost(), config or ServerConfig(), Metrics()))
         async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1:11711") as client:
-            return await client.request(method, path, headers={k.replace("_", "-"): v for k, v in headers.items()})
+            named = {"accept": "text/html", **{k.replace("_", "-"): v for k, v in headers.items()}}
+            return await client.request(method, path, headers=named)
 
     return asyncio.run(send())
 
@@ -58,6 +59,17 @@ def test_only_reading() -> None:
     head = ask("/", method="HEAD")
     assert (head.status_code, head.content) == (200, b"")
     assert ask("/", method="POST").status_code == 405
+
+
+@pytest.mark.parametrize("method", ["GET", "HEAD"])
+@pytest.mark.parametrize("accept", ["*/*", "application/json", ""])
+def test_programs_get_what_ollama_says_at_its_root(method: str, accept: str) -> None:
+    response = ask("/", method=method, accept=accept)
+    assert response.status_code == 200
+    assert response.text == ("Ollama is running" if method == "GET" else "")
+    assert response.headers["content-type"].startswith("text/plain")
+    assert "Accept" in response.headers["vary"]
+    assert "Accept" in ask("/").headers["vary"]
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -1,5 +1,6 @@
 """The Starlette app: all routes, and what stands around them."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -15,12 +16,13 @@ from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.models import model_routes
+from mlxserve.api.ollama.routes import OllamaRoutes
 from mlxserve.api.openai.responses.routes import ResponseRoutes
 from mlxserve.api.openai.routes import OpenAIRoutes
 from mlxserve.api.openai.text_routes import TextRoutes
 from mlxserve.api.page.routes import PageRoutes, read_files
 from mlxserve.api.request_scope import RequestScope
-from mlxserve.api.security import Security
+from mlxserve.api.security import Security, is_loopback
 from mlxserve.config import ServerConfig
 from mlxserve.errors import MlxserveError
 
@@ -43,7 +45,20 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
     async def scrape(request: Request) -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
+    async def root(request: Request) -> Response:
+        """The page for browsers, and for Ollama's clients what they know it by."""
+        answer = page.get_file if "text/html" in request.headers.get("accept", "") else ollama.running
+        response = await answer(request)
+        response.headers.add_vary_header("Accept")
+        return response
+
     openai = OpenAIRoutes(host, max_body_bytes=config.max_body_bytes)
+    ollama = OllamaRoutes(
+        host,
+        max_body_bytes=config.max_body_bytes,
+        allow_pull=is_loopback(config.host) if config.allow_pull is None else config.allow_pull,
+        model_dirs=[Path(folder) for folder in config.model_dirs],
+    )
     responses = ResponseRoutes(host, max_body_bytes=config.max_body_bytes)
     anthropic = AnthropicRoutes(host, max_body_bytes=config.max_body_bytes)
     texts = TextRoutes(host, max_body_bytes=config.max_body_bytes)
@@ -56,6 +71,8 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             *debug.routes(),
             *model_routes(openai, anthropic),
             *openai.routes(),
+            *ollama.routes(),
+            Route("/", root),
             *responses.routes(),
             *anthropic.routes(),
             *texts.routes(),

@@ -1,7 +1,7 @@
 """The client's end of a request: its body as it comes in, and whether it is still there."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Collection, Coroutine
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -12,16 +12,21 @@ from starlette.types import Receive
 T = TypeVar("T")
 
 
-async def read_json_body(request: Request, max_bytes: int) -> bytes:
+JSON = ("application/json",)
+
+
+async def read_json_body(request: Request, max_bytes: int, media_types: Collection[str] = JSON) -> bytes:
     """The body of a JSON request, not parsed yet.
 
+    `media_types`: what it may be said to be, in lower case.
+
     Raises:
-        HTTPException: 413 beyond `max_bytes`, without reading the rest; 415 for anything that is not said to be JSON.
+        HTTPException: 413 beyond `max_bytes`, without reading the rest; 415 for what is said to be another type.
         ClientDisconnect: the client went away.
     """
     media_type, _, parameters = request.headers.get("content-type", "application/json").partition(";")
     charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if media_type.strip().lower() != "application/json" or charset not in ("", "utf-8", "utf8"):
+    if media_type.strip().lower() not in media_types or charset not in ("", "utf-8", "utf8"):
         raise HTTPException(415, "Send JSON in UTF-8, with the header 'Content-Type: application/json'.")
     if request.headers.get("content-encoding", "identity").lower() != "identity":
         raise HTTPException(415, "Compressed bodies are not supported; send it without Content-Encoding.")

@@ -1,14 +1,14 @@
 """What the bodies of requests have in common in all dialects: strict about types, and no field ignored in silence."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, ValidationInfo
 from pydantic_core import PydanticCustomError, from_json
 from starlette.requests import Request
 
-from mlxserve.api.connection import read_json_body
+from mlxserve.api.connection import JSON, read_json_body
 from mlxserve.errors import InvalidParameter
 
 MAX_FIELDS = 1000
@@ -101,15 +101,20 @@ def _invalid_parameter(error: ValidationError, path: Callable[[Location], str]) 
 
 
 async def read_body(
-    request: Request, schema: type[Schema], max_bytes: int, *, path: Callable[[Location], str] = bracketed
+    request: Request,
+    schema: type[Schema],
+    max_bytes: int,
+    *,
+    path: Callable[[Location], str] = bracketed,
+    media_types: Collection[str] = JSON,
 ) -> Schema:
-    """The body of a request.
+    """The body of a request; `max_bytes` and `media_types` as of read_json_body(), `path` as of parse().
 
     Raises:
         HTTPException, ClientDisconnect: as read_json_body().
         InvalidParameter: as parse().
     """
-    data = await read_json_body(request, max_bytes)
+    data = await read_json_body(request, max_bytes, media_types)
     if len(data) <= INLINE_BODY_BYTES:
         return parse(schema, data, path)
     return await asyncio.to_thread(parse, schema, data, path)

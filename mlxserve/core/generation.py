@@ -47,6 +47,8 @@ class ChatPrompt:
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     tool_choice: ToolChoice = ToolChoice()
     reasoning: Reasoning = Reasoning()
+    context: tuple[int, ...] = ()
+    """Token ids of an earlier prompt and its answer, which stand before the messages."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +107,8 @@ class GenerationRequest:
     """Seconds from arrival to the final event."""
     priority: int = 0
     cache_salt: str | None = None
+    context_length: int | None = None
+    """Tokens that prompt and answer may have together; None, or more than the model's: the model's."""
     grammar: Grammar | None = None
     """What the answer must be."""
     speculation: Speculation | None = None

@@ -74,6 +74,11 @@ class Generation:
         self._num_accepted_tokens = 0
         self._ended = False
 
+    @property
+    def token_ids(self) -> list[int]:
+        """Those of the prompt, and of the answer as far as it was read, the one that ended it included."""
+        return self._request.token_ids[: self.num_prompt_tokens + self._num_generated_tokens]
+
     def receive(self, item: Computed | MlxserveError) -> None:
         """Take what the engine did to this request. The engine thread's deliveries call this on the event loop."""
         if self._ended:

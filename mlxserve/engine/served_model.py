@@ -214,14 +214,14 @@ class ServedModel:
         for request_id in ids:
             if request_id in self._handle.request_ids:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
-        num_prompt_tokens = len(prepared.prompt_ids)
-        if num_prompt_tokens + (not request.wants_embedding) > self.context_length:
+        num_prompt_tokens, limit = len(prepared.prompt_ids), self._context_length(request)
+        if num_prompt_tokens + (not request.wants_embedding) > limit:
             room = "does not fit into" if request.wants_embedding else "leaves no room for an answer within"
             raise ContextLengthExceeded(
-                f"the prompt has {num_prompt_tokens} tokens and {room} the context length of {self.context_length} "
-                "tokens; shorten it",
+                f"the prompt has {num_prompt_tokens} tokens and {room} the context length of {limit} tokens; "
+                "shorten it",
                 num_tokens=num_prompt_tokens,
-                limit=self.context_length,
+                limit=limit,
                 param="messages" if isinstance(request.prompt, ChatPrompt) else request.prompt.param,
             )
         timeline.tokenised = time.monotonic()
@@ -243,9 +243,10 @@ class ServedModel:
         sampling = request.sampling
         if index > 0 and sampling.prompt_logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=None)
-        max_tokens = sampling.max_tokens or self.context_length
+        limit = self._context_length(request)
+        max_tokens = sampling.max_tokens or limit
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
-        max_total_tokens = min(self.context_length, len(prepared.prompt_ids) + max_tokens)
+        max_total_tokens = min(limit, len(prepared.prompt_ids) + max_tokens)
         if request.wants_embedding:
             # Room for a token that never comes.
             max_total_tokens = len(prepared.prompt_ids) + 1
@@ -307,7 +308,7 @@ class ServedModel:
         if isinstance(prompt, ChatPrompt):
             prompt = with_system(prompt, self.description.system)
             check_tools(prompt, self.tokenizer, model=self.name)
-        prompt_ids = encode_prompt(self.tokenizer, prompt, self.context_length, note)
+        prompt_ids = encode_prompt(self.tokenizer, prompt, self._context_length(request), note)
         parsers: list[OutputParser | None] = [None] * num_samples
         grammar, opening = request.grammar, None
         if isinstance(prompt, ChatPrompt):
@@ -330,13 +331,13 @@ class ServedModel:
         """The token ids of a text that an embedding is wanted of."""
         if not self.description.can_embed:
             raise InvalidParameter(f"{self.name} cannot give embeddings; choose another model", param="model")
+        limit = self._context_length(request)
         # One more than there may be, so that a text of just the context length passes.
-        limit = None if request.truncate else self.context_length + 1
-        token_ids = encode_prompt(self.tokenizer, request.prompt, limit)
-        if request.truncate and len(token_ids) > self.context_length:
+        token_ids = encode_prompt(self.tokenizer, request.prompt, None if request.truncate else limit + 1)
+        if request.truncate and len(token_ids) > limit:
             # The last token may be one that the tokenizer puts at every end, and that the vector is taken from.
             last = token_ids[-1:] if self.tokenizer.is_special(token_ids[-1]) else []
-            token_ids = token_ids[: self.context_length - len(last)] + last
+            token_ids = token_ids[: limit - len(last)] + last
         return token_ids
 
     def _end_ids(self, request: GenerationRequest) -> frozenset[int]:
@@ -391,6 +392,10 @@ class ServedModel:
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
             )
+
+    def _context_length(self, request: GenerationRequest) -> int:
+        asked = request.context_length
+        return self.context_length if asked is None else min(asked, self.context_length)
 
     def _speculation(self, request: GenerationRequest) -> Speculation:
         """Raises InvalidParameter: the request asks for a kind that this model does not have."""

@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from mlxserve.core.generation import ChatPrompt, InfillPrompt, Prompt, TextPrompt, TokenPrompt
@@ -107,10 +107,12 @@ def encode_prompt(
             if on_rendered is not None:
                 on_rendered(text)
             ids = _encode(tokenizer, text, context_length, add_special_tokens=False, param="messages")
+            if prompt.context:
+                ids = _after_context(tokenizer, prompt.context, ids)
         case TextPrompt():
             ids = _encode(tokenizer, prompt.text, context_length, add_special_tokens=True, param=prompt.param)
         case TokenPrompt():
-            ids = _checked_ids(tokenizer, prompt)
+            ids = _checked_ids(tokenizer, prompt.token_ids, param=prompt.param)
         case InfillPrompt():
             num_least = sum(map(tokenizer.min_num_tokens, (prompt.prefix, prompt.suffix)))
             _check_bound(num_least, context_length, param=prompt.param)
@@ -139,15 +141,26 @@ def _check_bound(min_num_tokens: int, context_length: int | None, *, param: str)
         )
 
 
-def _checked_ids(tokenizer: Tokenizer, prompt: TokenPrompt) -> list[int]:
-    for position, token_id in enumerate(prompt.token_ids):
+def _after_context(tokenizer: Tokenizer, context: Sequence[int], ids: list[int]) -> list[int]:
+    """A rendered chat behind what was before it, without the token that begins a sequence.
+
+    Some models name the token that begins every turn so; it stands there more than once, and is no beginning.
+    """
+    beginning = tokenizer.hf_tokenizer.bos_token_id
+    if ids[:1] == [beginning] and ids.count(beginning) == 1:
+        ids = ids[1:]
+    return [*_checked_ids(tokenizer, context, param="context"), *ids]
+
+
+def _checked_ids(tokenizer: Tokenizer, token_ids: Sequence[int], *, param: str) -> list[int]:
+    for position, token_id in enumerate(token_ids):
         if not 0 <= token_id < tokenizer.vocab_size:
             raise InvalidParameter(
-                f"token {position} of the prompt is {token_id}; this model's token ids go from 0 to "
+                f"token {position} of the {param} is {token_id}; this model's token ids go from 0 to "
                 f"{tokenizer.vocab_size - 1}",
-                param=prompt.param,
+                param=param,
             )
-    return list(prompt.token_ids)
+    return list(token_ids)
 
 
 def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
