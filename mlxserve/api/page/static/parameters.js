@@ -33,7 +33,7 @@ export function editParameters(chat, store) {
         const { label, hint } = PARAMETERS[input.name];
         return parameter(input, label, hint);
       }),
-      parameter(thinking, "Thinking", "before the answer; a model may not take each of these"),
+      parameter(thinking, "Thinking", "before the answer; not every model takes each of these"),
     ),
     element("p", { class: "hint" }, "They hold for this chat from its next answer on, and new chats begin with them. An empty field leaves it to the model."),
     element(
