@@ -63,6 +63,8 @@ class Script:
     text: str = "Hello, world!"
     reasoning: str = ""
     """What is thought before `text`."""
+    thought: Gate | None = None
+    """Between the two."""
     tool_calls: tuple[tuple[str, str], ...] = ()
     """Names and arguments of the calls after `text`."""
     full_after: int | None = None
@@ -350,6 +352,8 @@ class FakeGeneration:
         num_tokens = 0
         while True:
             for delta in self._deltas(text, calls):
+                if self._script.thought is not None and not isinstance(delta, ReasoningDelta):
+                    await self._script.thought.wait()
                 if limit is not None and num_tokens + len(delta.tokens) > limit:
                     reason = FinishReason.LENGTH
                     break

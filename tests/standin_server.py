@@ -117,9 +117,20 @@ def chunk(text: str) -> bytes:
     return _event({"choices": [{"index": 0, "text": text, "delta": {"content": text}, "finish_reason": None}]})
 
 
-def end(prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0) -> bytes:
-    usage = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
+def thought(text: str, *names: str, content: str | None = None) -> bytes:
+    """A chunk of a chat that is reasoning, in the fields of these names, and perhaps the beginning of the answer."""
+    delta = {"content": content, **dict.fromkeys(names, text)}
+    return _event({"choices": [{"index": 0, "delta": delta, "finish_reason": None}]})
+
+
+def end(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int = 0, reasoning_tokens: int | None = None
+) -> bytes:
+    """`reasoning_tokens`: None for a server that does not tell them."""
+    usage: dict[str, Any] = {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens}
     usage |= {"prompt_tokens_details": {"cached_tokens": cached_tokens}}
+    if reasoning_tokens is not None:
+        usage |= {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}}
     last = {"choices": [{"index": 0, "text": "", "delta": {}, "finish_reason": "length"}]}
     return _event(last) + _event({"choices": [], "usage": usage}) + b"data: [DONE]\n\n"
 

@@ -20,7 +20,7 @@ from mlx_lm import utils
 from standin_server import Plan, StandinServer
 from tokenizers import Tokenizer, models
 
-from mlxserve.bench import client, workloads
+from mlxserve.bench import client, summary, workloads
 from mlxserve.bench.client import Answer, Target
 from mlxserve.bench.figures import METRICS, percentile, request_figures
 from mlxserve.bench.process import Server, ServerSpec, free_port
@@ -109,6 +109,32 @@ def test_chunks_that_come_together_and_tokens_that_share_a_chunk() -> None:
     assert answer.gaps == [approximately(gap) for gap in (0.1, 0.0, 0.3)]
     assert answer.tpot == approximately(0.4 / 5)
     assert request_figures([answer], 6)["tokens_per_chunk"] == 1.5
+
+
+@pytest.mark.parametrize("names", [("reasoning_content",), ("reasoning",), ("reasoning_content", "reasoning")])
+def test_thoughts_are_text(prompts: PromptMaker, names: tuple[str, ...]) -> None:
+    first, second, third, fourth = [f" {word}" for word in prompts.text(5).split()][:4]
+    steps = [(1.0, standin_server.thought(first, *names)), (0.2, standin_server.thought(second, *names, content=third))]
+    steps.append((0.3, standin_server.chunk(fourth)))
+    tellings = [{"completion_tokens": 4, "reasoning_tokens": 2}, {"completion_tokens": 4}, {"completion_tokens": 0}]
+    endings = iter([standin_server.end(7, **telling) for telling in tellings])
+    server = StandinServer(lambda body: Plan([*steps, (0.0, next(endings))]))
+
+    async def measure() -> Measurement:
+        async with server.running():
+            cell = Cell("output-length", 1, 60, 4, requests_per_stream=len(tellings), stops_at_eos=True)
+            return await workloads.measure(cell, Target(server.port, "tiny"), prompts, server="standin", run=0)
+
+    measurement = in_virtual_time(measure())
+    for answer in measurement.answers:
+        assert answer.ttft == approximately(1.0)
+        assert answer.gaps == [approximately(gap) for gap in (0.2, 0.3)]
+        assert answer.text == first + second + third + fourth
+        assert answer.num_tokens == 4, "of the server, or where it tells none, of the tokenizer"
+    assert [answer.num_reasoning_tokens for answer in measurement.answers] == [2, 0, 0]
+    results = Results(None)
+    results.add(measurement)
+    assert "2 of 12 output tokens were reasoning" in next(summary.notes(results))
 
 
 def test_an_event_cut_across_reads_counts_when_it_is_whole() -> None:

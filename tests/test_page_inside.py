@@ -45,6 +45,40 @@ class TestInside:
         latency = page.locator("section", has=page.get_by_role("heading", name="Latency")).locator("tbody tr").first
         expect(latency.locator("td")).to_have_text(["300 ms", "700 ms", "700 ms"])
 
+    def test_models_come_and_go(self, site: Site) -> None:
+        fill_debug(site)
+        (first,) = site.debug.models
+        idle = {
+            "num_running": 0,
+            "num_waiting": 0,
+            "blocks": {"used": 0, "shared": 0, "cached": 0, "max": 0},
+            "steps": [],
+        }
+        site.debug.models.append({"model": "other", **idle})
+        page = site.open("/#inside")
+        cards = page.locator(".model-card h2")
+        expect(cards).to_have_text(["fake", "other"])
+        none = page.get_by_text("No model is loaded.")
+        expect(none).to_be_hidden()
+        # One went and one came between the two questions of a poll: requests of both are listed all the same.
+        embedding = debug_request("embd-0embedding", "done", queue=0.1, prefill=0.2)
+        embedding |= {"model": "third", "ttft": None, "num_generated_tokens": 0}
+        site.debug.requests.insert(0, embedding)
+        site.debug.models = [{"model": "third", **idle}, {"model": "other", **idle}]
+        expect(cards).to_have_text(["other", "third"])
+        row = page.locator('[data-request="embd-0embedding"]')
+        expect(row.locator(".state")).to_have_text("stop")
+        expect(row.locator(".facts")).to_have_text("third · 300 ms · 700 tokens · 640 cached")
+        expect(page.locator('[data-request="chatcmpl-003done"] .facts')).to_contain_text("fake · ")
+        # The times of what gave no token are no answers' times.
+        expect(page.get_by_text("of the last 8 requests that were answered", exact=True)).to_be_visible()
+        site.debug.models = []
+        expect(cards).to_have_count(0)
+        expect(none).to_be_visible()
+        site.debug.models = [first]
+        expect(cards).to_have_text(["fake"])
+        expect(page.get_by_role("img", name="Time of each recent step").locator("rect.measured")).to_have_count(120)
+
     def test_a_request_opens(self, site: Site) -> None:
         fill_debug(site)
         page = site.open("/#inside")

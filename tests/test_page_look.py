@@ -31,8 +31,8 @@ CONTRAST = """(selector) => {
 """WCAG's contrast ratio of every element a selector finds, against the ground it stands on."""
 
 TEXTS = (
-    ".views a, .body p, .body li, .body td, .hint, .status, .code-head span, code, .primary, .chat-title, .state, "
-    ".facts, dt, dd"
+    ".views a, .thinking summary, .thoughts p, .body p, .body li, .body td, .hint, .status, .code-head span, code, "
+    ".primary, .chat-title, .state, .facts, dt, dd"
 )
 
 
@@ -56,11 +56,12 @@ class TestLook:
             options |= {"viewport": PHONE, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
         with open_site(browser, **options) as site:
             fill_debug(site)
-            site.host.script.text = self.answer
+            site.host.script.text, site.host.script.reasoning = self.answer, "Primes, so:\n\n- the *sieve*."
             page = site.open()
             self.check(page, tmp_path / f"empty-{width}-{theme}.png")
             ask(page, "Write a Python function that finds the primes below n, and explain it.")
             expect(answers(page)).to_contain_text("First token")
+            page.get_by_text("Thinking,").click()
             self.check(page, tmp_path / f"chat-{width}-{theme}.png")
             if width == "desktop":
                 page.get_by_role("button", name="New chat beside").click()

@@ -65,6 +65,8 @@ class Answer:
     num_cached_tokens: int
     num_tokens: int
     """Tokens generated, by the server's own count; 0 for a stream that was cut off, or a server that does not tell."""
+    num_reasoning_tokens: int = 0
+    """Of these, the thoughts; 0 also where the server does not tell."""
     finish_reason: str | None = None
 
     @property
@@ -190,6 +192,7 @@ def parse(stream: Stream) -> Answer:
         num_prompt_tokens=usage.get("prompt_tokens") or 0,
         num_cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0,
         num_tokens=usage.get("completion_tokens") or 0,
+        num_reasoning_tokens=(usage.get("completion_tokens_details") or {}).get("reasoning_tokens") or 0,
         finish_reason=finish_reason,
     )
 
@@ -216,10 +219,10 @@ async def _run(stream: Stream, target: Target, path: str, content: dict[str, Any
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """The text of a chunk; for a reader thoughts are tokens like any other, and servers name them differently."""
+    """The text of a chunk: to a reader thoughts are text like any other. Servers name them one way, or both."""
     delta = choice.get("delta") or {}
-    names = ("content", "reasoning_content", "reasoning")
-    return choice.get("text") or next((delta[name] for name in names if delta.get(name)), "")
+    thought = delta.get("reasoning_content") or delta.get("reasoning") or ""
+    return choice.get("text") or thought + (delta.get("content") or "")
 
 
 async def _record(stream: Stream, data: AsyncIterator[bytes]) -> None:

@@ -115,6 +115,7 @@ def _row(answer: Answer) -> dict[str, Any]:
         "prompt_tokens_counted": answer.num_prompt_tokens,
         "cached_tokens": answer.num_cached_tokens,
         "tokens": answer.num_tokens,
+        "reasoning_tokens": answer.num_reasoning_tokens,
         "chunks": len(answer.chunk_times),
         "finish_reason": answer.finish_reason or "",
     }

@@ -65,7 +65,8 @@ def workload_blocks(results: Results, workload: str, folder: Path | None, name: 
 
 
 def notes(results: Results, text_tokens: Mapping[str, int | None] | None = None) -> Iterator[str]:
-    """Of each server: early stops, other lengths than asked for, coalesced chunks, refusals; then of the client.
+    """Of each server: early stops, other lengths than asked for, coalesced chunks, refusals, how much was reasoning;
+    then of the client.
 
     `text_tokens` has what the model's own tokenizer counts in all texts of a server, None where it is not here.
     """
@@ -161,6 +162,10 @@ def _facts(runs: list[Measurement]) -> Iterator[str]:
         yield "it counts the prompts as " + ", ".join(f"{low}-{high} for {wanted}" for low, high, wanted in others)
     if refused := sum(int(one.figures.get("refused", 0)) for one in runs):
         yield f"{refused} requests were refused as too many (429 or 503), and are in no time"
+    answers = [answer for one in runs for answer in one.answers]
+    if reasoning := sum(answer.num_reasoning_tokens for answer in answers):
+        told = sum(answer.num_tokens for answer in answers)
+        yield f"{reasoning} of {told} output tokens were reasoning, by the server's count; all figures are of both"
 
 
 def _token_count(told: int, counted: int | None) -> str:

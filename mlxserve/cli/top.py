@@ -33,13 +33,13 @@ def top(
         console = Console()
         snapshot = _snapshot(client)
         if once or not console.is_terminal:
-            console.print(frame(*snapshot, console.size.height, client.address))
+            console.print(frame(*snapshot, console, client.address))
             return
         note = ""
         try:
             with Live(console=console, screen=True, auto_refresh=False) as live:
                 while True:
-                    live.update(frame(*snapshot, console.size.height, note or client.address), refresh=True)
+                    live.update(frame(*snapshot, console, note or client.address), refresh=True)
                     time.sleep(interval)
                     try:
                         snapshot, note = _snapshot(client), ""

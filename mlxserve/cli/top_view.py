@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
@@ -20,36 +20,68 @@ STAGES = {
 BAR_WIDTH = 24
 RATE_SECONDS = 5.0
 """Rates are over the latest steps, this far back at most."""
-CHROME_LINES = 12
-"""Lines of a frame beside the requests, for one model."""
+MIN_REQUESTS = 3
+"""Shown whatever the number of models."""
+ID_WIDTH = 24
+MODEL_WIDTH = 20
+STATE_WIDTH = 10
+MIN_TEXT_WIDTH = 8
+NUMBER_WIDTHS = {"total": 7, "TTFT": 7, "prompt": 6, "cached": 6, "out": 5}
+"""Of a request, and the columns of the terminal that each takes."""
 PERCENTILES = (50, 95, 99)
 
 Json = dict[str, Any]
 
 
-def frame(requests: Json, steps: Json, height: int, title: str) -> RenderableType:
-    """A frame of `height` lines at most, if it has room for some requests; `title` is its first line."""
+def frame(requests: Json, steps: Json, console: Console, title: str) -> RenderableType:
+    """As much as the console has lines for; `title` is the first one. The requests are a moment older than the steps,
+    so that a model of theirs may be gone.
+    """
     rows = requests["requests"]
     live = [row for row in rows if row["state"] != "done"]
-    parts: list[RenderableType] = [Text(f"mlxserve top - {title}", style="bold")]
-    for model in steps["models"]:
-        parts.append(model_line(model, steps["now"]))
-    if not steps["models"]:
-        parts.append(Text("no model is loaded yet"))
-    parts.append(percentiles_table([row for row in rows if row["state"] == "done"]))
-    parts.append(legend())
-    room = max(height - CHROME_LINES - len(steps["models"]), 3)
-    parts.append(requests_table(rows[:room]))
+    head = Text(f"mlxserve top - {title}", style="bold")
+    below: list[RenderableType] = [percentiles_table([row for row in rows if row["state"] == "done"]), legend()]
+    # Two lines are the requests' titles and what they leave out.
+    room = console.height - sum(_num_lines(part, console) for part in [head, *below]) - 2
+    models = _model_lines(steps, console, room - MIN_REQUESTS)
+    room = max(room - sum(_num_lines(line, console) for line in models), MIN_REQUESTS)
+    table = requests_table(rows[:room], console.width, with_model=_num_models(rows) > 1)
+    parts: list[RenderableType] = [head, *models, *below, table]
     if len(rows) > room:
         parts.append(Text(f"... and {len(rows) - room} more ({len(live)} under way)"))
     return Group(*parts)
+
+
+def _model_lines(steps: Json, console: Console, room: int) -> list[Text]:
+    """A text for each model that fits into so many lines, and for one in any case; then how many are left out."""
+    models = steps["models"]
+    if not models:
+        return [Text("no model is loaded")]
+    texts: list[Text] = []
+    for index, model in enumerate(models):
+        text = model_line(model, steps["now"])
+        room -= _num_lines(text, console)
+        num_left = len(models) - index
+        if texts and room < (1 if num_left > 1 else 0):
+            texts.append(Text(f"... and {num_left} more models"))
+            break
+        texts.append(text)
+    return texts
+
+
+def _num_lines(part: RenderableType, console: Console) -> int:
+    return len(console.render_lines(part))
+
+
+def _num_models(rows: Sequence[Json]) -> int:
+    return len({row["model"] for row in rows})
 
 
 def model_line(model: Json, now: float) -> Text:
     """Queue, rates of the latest steps, and the block pool of one model."""
     recent = [step for step in model["steps"] if now - step["time"] <= RATE_SECONDS]
     text = Text()
-    text.append(f"{model['model']}  ", style="bold")
+    text.append(f"{_printable(model['model'])}  ", style="bold")
     text.append(f"running {model['num_running']}  waiting {model['num_waiting']}  ")
     if recent:
         span = max(now - min(step["time"] - step["measured"] for step in recent), 1e-3)
@@ -78,20 +110,25 @@ def model_line(model: Json, now: float) -> Text:
 
 
 def percentiles_table(done: Sequence[Json]) -> Table:
-    """Of the requests that ended well and are remembered."""
-    whole = [row for row in done if row["outcome"] in ("stop", "length")]
+    """Of the requests that ended well and are remembered. What gave no tokens, such as an embedding, stands apart."""
+    well = [row for row in done if row["outcome"] in ("stop", "length")]
+    answers = [row for row in well if row["num_generated_tokens"] > 0]
+    others = [row for row in well if row["num_generated_tokens"] == 0]
     values = {
-        "TTFT": [row["ttft"] for row in whole if row["ttft"] is not None],
+        "TTFT": [row["ttft"] for row in answers if row["ttft"] is not None],
         "TPOT": [
             row["stages"]["decode"] / (row["num_generated_tokens"] - 1)
-            for row in whole
+            for row in answers
             if row["num_generated_tokens"] > 1
         ],
-        "E2E": [row["total"] for row in whole],
-        "queue": [row["stages"]["queue"] for row in whole],
+        "E2E": [row["total"] for row in answers],
+        "queue": [row["stages"]["queue"] for row in answers],
     }
+    if others:
+        values[f"E2E of {len(others)} without tokens"] = [row["total"] for row in others]
     table = Table(box=None, pad_edge=False)
-    table.add_column(f"{len(whole)} done")
+    of_models = f" of {_num_models(well)} models" if _num_models(well) > 1 else ""
+    table.add_column(f"{len(answers)} {'answer' if len(answers) == 1 else 'answers'}{of_models}")
     for number in PERCENTILES:
         table.add_column(f"p{number}", justify="right")
     for name, numbers in values.items():
@@ -108,23 +145,29 @@ def legend() -> Text:
     return text
 
 
-def requests_table(rows: Sequence[Json]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("request", "state", "stages"):
-        table.add_column(name, no_wrap=True, overflow="ellipsis")
-    for name in ("total", "TTFT", "prompt", "cached", "out", "preempted"):
+def requests_table(rows: Sequence[Json], width: int, *, with_model: bool = False) -> Table:
+    """One line each, in a terminal of so many columns. What the numbers leave of them, ids, models and bars share."""
+    numbers = NUMBER_WIDTHS | ({"preempted": 9} if any(row["num_preemptions"] for row in rows) else {})
+    num_texts = 3 if with_model else 2
+    # Each column has one of space behind it.
+    room = width - STATE_WIDTH - sum(numbers.values()) - len(numbers) - num_texts
+    share = max(room // num_texts, MIN_TEXT_WIDTH)
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    for name in ("request", *(("model",) if with_model else ()), "state", "stages"):
+        table.add_column(name, no_wrap=True, overflow="ellipsis", max_width=STATE_WIDTH if name == "state" else None)
+    for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
+        counts = [row["num_prompt_tokens"], row["num_cached_tokens"], row["num_generated_tokens"]]
         table.add_row(
-            escape(_printable(row["id"])[:24]),
+            escape(_shortened(_printable(row["id"]), min(share, ID_WIDTH))),
+            *((escape(_shortened(_printable(row["model"]), min(share, MODEL_WIDTH))),) if with_model else ()),
             escape(_printable(row["outcome"] or row["state"] if row["state"] == "done" else row["state"])),
-            stage_bar(row["stages"], BAR_WIDTH),
+            stage_bar(row["stages"], min(share, BAR_WIDTH)),
             milliseconds(row["total"]),
             "-" if row["ttft"] is None else milliseconds(row["ttft"]),
-            str(row["num_prompt_tokens"]),
-            str(row["num_cached_tokens"]),
-            str(row["num_generated_tokens"]),
-            str(row["num_preemptions"] or ""),
+            *map(str, counts),
+            *((str(row["num_preemptions"] or ""),) if "preempted" in numbers else ()),
         )
     return table
 
@@ -153,6 +196,12 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
+
+
+def _shortened(text: str, width: int) -> str:
+    """With its end, in which ids of one request's inputs and quantisations of one model differ."""
+    num_last = width // 3
+    return text if len(text) <= width else f"{text[: width - num_last - 1]}…{text[-num_last:]}"
 
 
 def _printable(text: str) -> str:

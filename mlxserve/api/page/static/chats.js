@@ -12,6 +12,15 @@ export const PARAMETERS = {
   seed: { label: "Seed", min: 0, max: Number.MAX_SAFE_INTEGER, step: 1, hint: "same seed and prompt: same answer" },
 };
 
+/** How much a model shall think, as the API is asked for it; without one of these it does as by itself. */
+export const THINKING = {
+  off: { reasoning_effort: "none" },
+  on: { chat_template_kwargs: { enable_thinking: true } },
+  low: { reasoning_effort: "low" },
+  medium: { reasoning_effort: "medium" },
+  high: { reasoning_effort: "high" },
+};
+
 // What a message may be when it comes back from storage; "waiting" and "streaming" were cut by the reload.
 const FINAL_STATES = new Set(["done", "stopped", "failed", "interrupted"]);
 
@@ -31,14 +40,25 @@ export class Chat {
     return line.length > 60 ? `${line.slice(0, 59)}…` : line || "New chat";
   }
 
-  /** Messages as the API wants them. A question without an answer is left out: many templates want turns. */
+  /** The parameters as fields of a request. */
+  get fields() {
+    const { thinking, ...numbers } = this.parameters;
+    return { ...numbers, ...THINKING[thinking] };
+  }
+
+  /**
+   * Messages as the API wants them, thoughts apart from the answer. A question without an answer is left out: many
+   * templates want turns.
+   */
   get history() {
     const turns = this.system.trim() ? [{ role: "system", content: this.system }] : [];
     this.messages.forEach((message, index) => {
       const answer = this.messages[index + 1];
       const isAnswered = answer === undefined || answer.content !== "";
       const counts = message.role === "user" ? isAnswered : message.content !== "";
-      if (counts) turns.push({ role: message.role, content: message.content });
+      if (!counts) return;
+      turns.push({ role: message.role, content: message.content });
+      if (message.thinking) turns.at(-1).reasoning_content = message.thinking;
     });
     return turns;
   }
@@ -123,7 +143,9 @@ function readChat(json) {
   const isMessage = (each) => each && ["user", "assistant"].includes(each.role) && typeof each.content === "string";
   if (!messages.every(isMessage)) return null;
   for (const message of messages) {
-    if (message.role === "assistant" && !FINAL_STATES.has(message.state)) message.state = "interrupted";
+    if (message.role !== "assistant") continue;
+    if (!FINAL_STATES.has(message.state)) message.state = "interrupted";
+    message.thinking = text(message.thinking);
   }
   return new Chat({ id, created, model: text(model), system: text(system), parameters: readParameters(parameters), messages });
 }
@@ -139,7 +161,8 @@ function readObject(json) {
 
 function readParameters(value) {
   const entries = Object.entries(value && typeof value === "object" ? value : {});
-  return Object.fromEntries(entries.filter(([name, number]) => name in PARAMETERS && Number.isFinite(number)));
+  const isKnown = ([name, each]) => (name === "thinking" ? Object.hasOwn(THINKING, each) : Object.hasOwn(PARAMETERS, name) && Number.isFinite(each));
+  return Object.fromEntries(entries.filter(isKnown));
 }
 
 function text(value) {

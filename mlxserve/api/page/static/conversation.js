@@ -46,8 +46,9 @@ export class Conversation extends EventTarget {
 
   async answer() {
     const { chat, store } = this;
-    const body = { model: chat.model, messages: chat.history, ...chat.parameters };
-    const message = { role: "assistant", content: "", state: "waiting", model: chat.model };
+    const body = { model: chat.model, messages: chat.history, ...chat.fields };
+    const message = { role: "assistant", thinking: "", content: "", state: "waiting", model: chat.model };
+    let began = null;
     chat.messages.push(message);
     this.stopper = new AbortController();
     store.save(chat);
@@ -56,10 +57,17 @@ export class Conversation extends EventTarget {
     try {
       for await (const chunk of streamChat(body, this.stopper.signal, () => (message.sent = Date.now()))) {
         const choice = chunk.choices[0];
-        if (choice?.delta.content) {
-          message.content += choice.delta.content;
-          message.state = "streaming";
+        const { reasoning_content: thought, content } = choice?.delta ?? {};
+        if (thought) {
+          began ??= performance.now();
+          message.thinking += thought;
         }
+        if (thought || content) {
+          message.state = "streaming";
+          // Kept up to date, as a thought may be cut off at any moment.
+          if (began !== null && message.content === "") message.thinking_seconds = (performance.now() - began) / 1000;
+        }
+        if (content) message.content += content;
         if (choice?.finish_reason) message.finish_reason = choice.finish_reason;
         if (chunk.timings) message.timings = chunk.timings;
         store.saveSoon(chat);

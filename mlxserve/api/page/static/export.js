@@ -16,10 +16,18 @@ export function toMarkdown(chat) {
   if (chat.system.trim()) parts.push("## System", chat.system.trim());
   for (const message of chat.messages) {
     parts.push(message.role === "user" ? "## You" : `## ${message.model ?? "Answer"}`);
+    if (message.thinking?.trim()) parts.push(quote(`**Thinking**\n\n${message.thinking.trim()}`));
     if (message.content.trim()) parts.push(message.content.trim());
     if (message.state && message.state !== "done") parts.push(`*(${message.error ?? message.state})*`);
   }
   return parts.join("\n\n") + "\n";
+}
+
+function quote(text) {
+  return text
+    .split("\n")
+    .map((line) => `> ${line}`.trimEnd())
+    .join("\n");
 }
 
 function save(chat, text, type, extension) {

@@ -16,9 +16,10 @@ export class InsideView {
     this.latency = new LatencySection();
     this.models = new Map();
     this.modelList = element("div", { class: "model-sections" });
+    this.noModel = element("p", { class: "card hint" }, "No model is loaded. The next request loads the one that it names.");
     this.note = element("p", { class: "note", role: "status", hidden: true });
     this.again = element("button", { type: "button", click: () => this.restart(), hidden: true }, "Try again");
-    this.sections = element("div", { class: "sections", hidden: true }, this.modelList, this.requests.element, this.latency.element);
+    this.sections = element("div", { class: "sections", hidden: true }, this.noModel, this.modelList, this.requests.element, this.latency.element);
     container.append(this.note, this.again, this.sections);
     this.isShown = false;
     this.timer = null;
@@ -78,6 +79,7 @@ export class InsideView {
     this.sections.hidden = false;
     this.requests.render(requests);
     this.latency.render(requests);
+    this.noModel.hidden = steps.models.length > 0;
     for (const model of steps.models) {
       if (!this.models.has(model.model)) {
         this.models.set(model.model, new ModelSection(model.model));

@@ -27,7 +27,8 @@ export class LatencySection {
 
   render({ requests }) {
     const done = requests.filter((request) => request.state === "done" && request.ttft !== null);
-    this.basis.textContent = `of the last ${done.length} requests that were answered`;
+    const numModels = new Set(done.map((request) => request.model)).size;
+    this.basis.textContent = `of the last ${done.length} requests that were answered${numModels > 1 ? `, by ${numModels} models` : ""}`;
     this.body.replaceChildren(
       ...MEASURES.map(([label, hint, measure]) => {
         const values = done.map(measure).filter(Number.isFinite).sort((a, b) => a - b);

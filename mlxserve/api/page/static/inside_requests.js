@@ -44,6 +44,7 @@ export class RequestSection {
     const longest = Math.max(0.001, ...requests.map((request) => request.total));
     this.empty.hidden = requests.length > 0;
     this.scale.textContent = requests.length ? `full width: ${seconds(longest)}` : "";
+    const isOfSeveral = new Set(requests.map((request) => request.model)).size > 1;
     const ids = new Set(requests.map((request) => request.id));
     for (const [id, row] of this.rows) {
       if (ids.has(id)) continue;
@@ -53,7 +54,7 @@ export class RequestSection {
     requests.forEach((request, index) => {
       if (!this.rows.has(request.id)) this.rows.set(request.id, new RequestRow(request.id));
       const row = this.rows.get(request.id);
-      row.render(request, longest);
+      row.render(request, longest, isOfSeveral);
       // Moving only what is out of place keeps the focus and what is open.
       if (this.list.children[index] !== row.element) this.list.insertBefore(row.element, this.list.children[index] ?? null);
     });
@@ -78,7 +79,7 @@ class RequestRow {
     this.element = element("li", { "data-request": id }, this.details);
   }
 
-  render(request, longest) {
+  render(request, longest, namesModel) {
     const isNew = this.request?.state !== request.state;
     this.request = request;
     this.element.dataset.state = request.state;
@@ -91,10 +92,13 @@ class RequestRow {
       this.parts[key].title = `${label} ${seconds(request.stages[key])}`;
     }
     this.bar.setAttribute("aria-label", told.join(", ") || "nothing yet");
+    // An embedding ends well without a token.
+    const isWithoutTokens = request.outcome === "stop" && request.num_generated_tokens === 0;
     this.facts.textContent = [
+      namesModel && request.model,
       seconds(request.total),
       request.ttft === null ? null : `first token ${seconds(request.ttft)}`,
-      `${request.num_prompt_tokens} → ${count(request.num_generated_tokens, "token")}`,
+      isWithoutTokens ? count(request.num_prompt_tokens, "token") : `${request.num_prompt_tokens} → ${count(request.num_generated_tokens, "token")}`,
       request.num_cached_tokens > 0 && `${request.num_cached_tokens} cached`,
       request.num_preemptions > 0 && count(request.num_preemptions, "preemption"),
     ]

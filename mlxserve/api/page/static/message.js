@@ -32,9 +32,8 @@ export class MessageView {
   render() {
     const { message } = this;
     if (message.role === "user" || this.isFinal) return;
-    const { thinking, answer } = splitThinking(message.content);
-    this.renderThinking(thinking, answer === "" && message.state === "streaming");
-    renderMarkdown(this.body, answer);
+    this.renderThinking();
+    renderMarkdown(this.body, message.content);
     this.element.dataset.state = message.state;
     this.copy.hidden = message.state === "waiting" || !message.content;
     this.isFinal = !["waiting", "streaming"].includes(message.state);
@@ -51,16 +50,20 @@ export class MessageView {
     if (!this.element.isConnected && message.state !== "waiting") clearInterval(this.timer);
   }
 
-  renderThinking(text, open) {
-    if (text === null) return;
+  /** Open for as long as there is nothing else to read; after that the reader opens and closes it. */
+  renderThinking() {
+    const { thinking, thinking_seconds: time, content } = this.message;
+    if (!thinking) return;
+    const isAll = content === "";
     if (!this.thinking) {
       this.thoughts = element("div", { class: "thoughts" });
-      this.thinking = element("details", { class: "thinking", open }, element("summary", {}, "Thinking"), this.thoughts);
+      this.summary = element("summary");
+      this.thinking = element("details", { class: "thinking", open: isAll }, this.summary, this.thoughts);
       this.body.before(this.thinking);
-    }
-    if (!open && this.wasOpen) this.thinking.open = false;
-    this.wasOpen = open;
-    renderMarkdown(this.thoughts, text);
+    } else if (this.wasAll && !isAll) this.thinking.open = false;
+    this.wasAll = isAll;
+    this.summary.textContent = isAll && this.message.state === "streaming" ? "Thinking…" : `Thinking, ${seconds(time)}`;
+    renderMarkdown(this.thoughts, thinking);
   }
 }
 
@@ -68,7 +71,7 @@ function statusText(message) {
   const { state, timings } = message;
   if (state === "waiting" && !message.sent) return "Not sent yet: it waits in this browser until another answer ends.";
   if (state === "waiting") return `Waiting for the first token, ${seconds((Date.now() - message.sent) / 1000)}`;
-  if (state === "streaming") return "Writing…";
+  if (state === "streaming") return message.content ? "Writing…" : "Thinking…";
   if (state === "failed") return message.error ?? "It failed.";
   const parts = [STATES[state], message.finish_reason === "length" && "Cut at the most tokens allowed."];
   if (timings) {
@@ -94,10 +97,4 @@ function timingsTitle(timings) {
     ["in all", timings.total_ms],
   ];
   return stages.map(([name, milliseconds]) => `${name} ${seconds(milliseconds / 1000)}`).join("\n");
-}
-
-/** Reasoning models write their thoughts first, between two tags. */
-function splitThinking(text) {
-  const match = /^\s*<think>([^]*?)(?:<\/think>\s*|$)/.exec(text);
-  return match ? { thinking: match[1].trim(), answer: text.slice(match[0].length) } : { thinking: null, answer: text };
 }

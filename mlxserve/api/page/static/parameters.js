@@ -1,6 +1,6 @@
 // The dialog for what a chat asks with: system prompt and sampling parameters.
 
-import { PARAMETERS } from "./chats.js";
+import { PARAMETERS, THINKING } from "./chats.js";
 import { element } from "./dom.js";
 
 let dialogs = 0;
@@ -17,6 +17,9 @@ export function editParameters(chat, store) {
     input.value = chat.parameters[name] ?? "";
     return input;
   });
+  const options = ["", ...Object.keys(THINKING)].map((name) => element("option", { value: name }, name || "the model's default"));
+  const thinking = element("select", { id: id("thinking") }, options);
+  thinking.value = chat.parameters.thinking ?? "";
   const form = element(
     "form",
     { method: "dialog", submit: save },
@@ -28,8 +31,9 @@ export function editParameters(chat, store) {
       { class: "parameter-grid" },
       inputs.map((input) => {
         const { label, hint } = PARAMETERS[input.name];
-        return element("div", {}, element("label", { for: input.id }, label), input, element("p", { class: "hint" }, hint));
+        return parameter(input, label, hint);
       }),
+      parameter(thinking, "Thinking", "before the answer; not every model takes each of these"),
     ),
     element("p", { class: "hint" }, "They hold for this chat from its next answer on, and new chats begin with them. An empty field leaves it to the model."),
     element(
@@ -44,17 +48,22 @@ export function editParameters(chat, store) {
   const dialog = element("dialog", { class: "dialog", "aria-label": "Parameters", close: () => dialog.remove() }, form);
 
   function clear() {
-    for (const field of [system, ...inputs]) field.value = "";
+    for (const field of [system, thinking, ...inputs]) field.value = "";
   }
 
   function save() {
     const given = inputs.filter((input) => Number.isFinite(input.valueAsNumber));
     chat.system = system.value;
     chat.parameters = Object.fromEntries(given.map((input) => [input.name, input.valueAsNumber]));
+    if (thinking.value) chat.parameters.thinking = thinking.value;
     store.save(chat);
     store.saveDefaults(chat);
   }
 
   document.body.append(dialog);
   dialog.showModal();
+}
+
+function parameter(field, label, hint) {
+  return element("div", {}, element("label", { for: field.id }, label), field, element("p", { class: "hint" }, hint));
 }
