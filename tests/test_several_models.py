@@ -212,8 +212,8 @@ async def test_names_of_one_location_share_its_engine(build: FakeBuild, registry
         assert [answer.text for answer in answers] == [expected_text("the cat", 8)] * 2
         assert [(info.name, info.loaded) for info in host.models()][:2] == [("one", True), ("uno", True)]
         assert names(host) == ["one"]
-        steps = len({record.step_id for record in recorder.steps})
-    assert len(recorder.steps) == steps, "a step was counted for each name"
+    step_ids = [record.step_id for record in recorder.steps]
+    assert len(step_ids) == len(set(step_ids)), "a step was counted for each name"
     assert recorder.outcomes() == {"one": "length", "uno": "length"}
 
 
