@@ -31,8 +31,9 @@ from mlxserve.engine.engine import Engine
 from mlxserve.engine.engine_thread import Computed, EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation
 from mlxserve.engine.kv_disk import KVDisk
+from mlxserve.engine.model_description import ModelDescription
 from mlxserve.engine.model_host import ModelHost
-from mlxserve.engine.served_model import ModelDescription, ServedModel
+from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import MlxserveError
 from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup

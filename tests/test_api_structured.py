@@ -217,7 +217,7 @@ async def test_what_goes_past_the_end_of_a_grammar_is_refused(field: dict[str, A
 async def test_each_of_several_answers_is_at_a_place_of_its_own() -> None:
     async with serving() as served:
         request = make_generation_request(grammar=Grammar("regex", "[a-c]{3}", "p"))
-        constraints = served.model._read(request, 3, Timeline()).constraints
+        constraints = served.model._reader.read(request, 3, Timeline()).constraints
         token_id = served.model.tokenizer.encode("a", add_special_tokens=False)[-1]
         assert [constraint.num_accepted([token_id] * 4) for constraint in constraints] == [3, 3, 3]
         constraints[1].advance([token_id, token_id])

@@ -87,7 +87,7 @@ def test_keepalive(mlxserve: Any, backend: FakeBackend, text: str, seconds: floa
 def test_wrong_durations_are_wrong_usage(mlxserve: Any) -> None:
     done = mlxserve("run", "m", "--keepalive", "soon", "hello")
     assert (done.returncode, done.stdout) == (2, b"")
-    assert b"a duration is needed" in done.stderr
+    assert b"is no duration" in done.stderr
 
 
 def test_unknown_variables_are_told(mlxserve: Any) -> None:

@@ -27,7 +27,7 @@ from mlxserve.core.generation import GenerationRequest, TextDelta, TokenPrompt
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.core.step import ScheduledStep
-from mlxserve.engine import served_model as served_model_module
+from mlxserve.engine import prompt_reader
 from mlxserve.engine.generation import Generation
 from mlxserve.errors import (
     ContextLengthExceeded,
@@ -46,13 +46,13 @@ CAT = expected_text("the cat", 40)
 def hold_tokeniser(monkeypatch: pytest.MonkeyPatch) -> Gate:
     """A gate in front of every prompt that is tokenised."""
     gate = Gate()
-    encode = served_model_module.encode_prompt
+    encode = prompt_reader.encode_prompt
 
     def held_encode(*args: Any) -> list[int]:
         gate()
         return encode(*args)
 
-    monkeypatch.setattr(served_model_module, "encode_prompt", held_encode)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", held_encode)
     return gate
 
 
@@ -388,7 +388,7 @@ async def test_an_unforeseen_error_of_the_tokeniser_is_recorded(monkeypatch: pyt
     def fail(*_: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(served_model_module, "encode_prompt", fail)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", fail)
     async with serving() as served:
         with pytest.raises(ZeroDivisionError):
             await served.start()
@@ -402,14 +402,14 @@ async def test_an_unforeseen_error_of_the_tokeniser_is_recorded(monkeypatch: pyt
 @on_loop
 async def test_the_queue_is_bounded_before_anything_is_tokenised(monkeypatch: pytest.MonkeyPatch) -> None:
     num_tokenised = 0
-    encode = served_model_module.encode_prompt
+    encode = prompt_reader.encode_prompt
 
     def counted_encode(*args: Any) -> list[int]:
         nonlocal num_tokenised
         num_tokenised += 1
         return encode(*args)
 
-    monkeypatch.setattr(served_model_module, "encode_prompt", counted_encode)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", counted_encode)
     async with serving(max_num_seqs=2, max_queue=3) as served:
         with held(Gate()) as gate:
             served.thread.call(gate)

@@ -23,7 +23,7 @@ from mlxserve.core.generation import PromptLogprobs
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import sample_seed
 from mlxserve.core.step import ScheduledStep, StepResult, TokenLogprobs
-from mlxserve.engine import served_model as served_model_module
+from mlxserve.engine import prompt_reader
 from mlxserve.errors import EngineError, InvalidParameter, QueueFull, RequestCancelled
 
 CAT = expected_text("the cat", 40)
@@ -45,14 +45,14 @@ class ScoringRunner(FakeRunner):
 @on_loop
 async def test_a_prompt_is_tokenised_once_and_each_sample_has_id_and_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     num_tokenised = 0
-    encode = served_model_module.encode_prompt
+    encode = prompt_reader.encode_prompt
 
     def counted_encode(*args: Any) -> list[int]:
         nonlocal num_tokenised
         num_tokenised += 1
         return encode(*args)
 
-    monkeypatch.setattr(served_model_module, "encode_prompt", counted_encode)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", counted_encode)
     async with serving() as served:
         request = make_generation_request("r", "the cat", max_tokens=5, seed=11)
         generations = await served.model.generate_samples(request, 4)

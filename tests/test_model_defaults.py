@@ -54,7 +54,7 @@ async def test_the_system_message_of_a_chat_without_one(build: FakeBuild, tmp_pa
     host = host_of(tmp_path, f'system = "the cat"\ntemplate = "{TEMPLATE}"\n')
     await host.start()
     try:
-        model = await host.get("one")
+        model = (await host.acquire("one")).model
         assert await prompt_of(model, chat("a", ("user", "sat"))) == "system: the cat; user: sat; "
         assert await prompt_of(model, chat("b", ("system", "mat"), ("user", "sat"))) == "system: mat; user: sat; "
         assert await prompt_of(model, chat("c", ("developer", "mat"))) == "developer: mat; "
@@ -68,7 +68,7 @@ async def test_stop_strings_of_a_request_without_any(build: FakeBuild, tmp_path:
     host = host_of(tmp_path, f'stop = ["{STOP}"]\n')
     await host.start()
     try:
-        model = await host.get("one")
+        model = (await host.acquire("one")).model
         stopped = await read(await model.generate(make_generation_request("a", max_tokens=12)))
         assert stopped.finished is not None
         assert (stopped.text, stopped.finished.stop_string) == (TEXT[:6], STOP)
@@ -93,7 +93,7 @@ async def test_what_cannot_fit_is_refused_before_it_is_read(
     await host.start()
     try:
         with pytest.raises(ModelTooLarge) as caught:
-            await host.get("one")
+            await host.acquire("one")
         assert (caught.value.needed, caught.value.limit) == (3000 * 64 * 2, budget)
         assert build.loads == []
     finally:

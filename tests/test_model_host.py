@@ -358,7 +358,7 @@ async def test_prompts_in_the_tokeniser_are_answered_after_close(
     async with hosting(registry) as host:
         model = await get(host, "one")
         with held(Gate()) as gate:
-            monkeypatch.setattr("mlxserve.engine.served_model.encode_prompt", lambda *_: gate() or [1])
+            monkeypatch.setattr("mlxserve.engine.prompt_reader.encode_prompt", lambda *_: gate() or [1])
             # More than there are threads.
             starts = [asyncio.create_task(model.generate(make_generation_request(f"r{i}"))) for i in range(9)]
             await gate.arrival()

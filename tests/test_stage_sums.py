@@ -19,7 +19,7 @@ from helpers_http import Caller, Server, serving
 
 from mlxserve.api import exchange, request_scope
 from mlxserve.core.step import ScheduledStep
-from mlxserve.engine import engine, engine_thread, generation, served_model, timeline
+from mlxserve.engine import engine, engine_thread, generation, prompt_reader, served_model, timeline
 
 LONG_PROMPT = "the dog ate the log and " * 4
 STAGES = ("front_end", "queue", "prefill", "decode", "delivery")
@@ -28,7 +28,7 @@ STAGES = ("front_end", "queue", "prefill", "decode", "delivery")
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (request_scope, exchange, engine, engine_thread, generation, served_model, timeline):
+    for module in (request_scope, exchange, engine, engine_thread, generation, prompt_reader, served_model, timeline):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -92,13 +92,13 @@ def check(server: Server, seen: Seen, slowed: list[str], *, first: list[str] | N
 def test_a_slow_tokeniser(
     stream: bool, build: FakeBuild, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    encode = served_model.encode_prompt
+    encode = prompt_reader.encode_prompt
 
     def slow_encode(*args: Any) -> list[int]:
         clock.pass_delay()
         return encode(*args)
 
-    monkeypatch.setattr(served_model, "encode_prompt", slow_encode)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", slow_encode)
     with serving(build, tmp_path) as server:
         check(server, ask(server, clock.monotonic, stream=stream), ["front_end"])
 

@@ -9,7 +9,7 @@ from helpers_engine import CONTEXT_LENGTH, FakeRunner, Gate, Served, held, on_lo
 
 from mlxserve.core.generation import TextDelta, Timings
 from mlxserve.core.step import ScheduledStep
-from mlxserve.engine import engine, engine_thread, generation, served_model
+from mlxserve.engine import engine, engine_thread, generation, prompt_reader, served_model
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import ContextLengthExceeded, EngineError
 
@@ -66,7 +66,7 @@ def test_an_unfinished_timeline_ends_now() -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    for module in (engine, engine_thread, generation, served_model):
+    for module in (engine, engine_thread, generation, prompt_reader, served_model):
         monkeypatch.setattr(module, "time", clock)
     return clock
 
@@ -86,13 +86,13 @@ def gated() -> tuple[FakeRunner, Gate]:
 
 @on_loop
 async def test_a_slow_tokeniser(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    encode = served_model.encode_prompt
+    encode = prompt_reader.encode_prompt
 
     def slow_encode(*args: object) -> list[int]:
         clock.pass_delay()
         return encode(*args)
 
-    monkeypatch.setattr(served_model, "encode_prompt", slow_encode)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", slow_encode)
     async with serving() as served:
         answer = await read(await served.start())
         assert slowed_stages(answer.finished.timings) == ["front_end"]
@@ -104,7 +104,7 @@ async def test_a_prompt_refused_after_a_slow_tokeniser(clock: Clock, monkeypatch
         clock.pass_delay()
         return [1] * CONTEXT_LENGTH
 
-    monkeypatch.setattr(served_model, "encode_prompt", slow_encode)
+    monkeypatch.setattr(prompt_reader, "encode_prompt", slow_encode)
     # A request that never got a Timeline stamp ends by the real clock.
     monkeypatch.setattr("mlxserve.engine.timeline.time", clock)
     async with serving() as served:

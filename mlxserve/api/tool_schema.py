@@ -3,7 +3,10 @@
 Keywords that nobody enforces are let through, since a schema is first of all something for the model to read.
 """
 
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import AfterValidator
+from pydantic_core import PydanticCustomError
 
 MAX_LEVELS = 100
 
@@ -60,3 +63,13 @@ def _fault(schema: Any, path: str, num_levels: int) -> str | None:
 
 def _shown(value: Any) -> str:
     return repr(value)[:40]
+
+
+def _checked(schema: dict[str, Any]) -> dict[str, Any]:
+    if (fault := schema_fault(schema)) is not None:
+        raise PydanticCustomError("value_error", "{fault}", {"fault": fault})
+    return schema
+
+
+ArgumentsSchema = Annotated[dict[str, Any], AfterValidator(_checked)]
+"""A field of a body that holds such a schema."""

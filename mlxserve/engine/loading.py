@@ -18,8 +18,9 @@ from mlxserve.engine import build
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineHandle, EngineThread
 from mlxserve.engine.kv_disk import KVDisk
+from mlxserve.engine.model_description import ModelDescription
 from mlxserve.engine.residency import Residency, Resident, UnloadReason
-from mlxserve.engine.served_model import ModelDescription, ServedModel
+from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import MlxserveError, ModelLoadError
 from mlxserve.runner import device
 from mlxserve.runner.device import Device

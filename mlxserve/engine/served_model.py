@@ -4,27 +4,25 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from mlxserve.config import EngineConfig
-from mlxserve.core.constraint import TokenConstraint
 from mlxserve.core.generation import (
     ChatPrompt,
     GenerationRequest,
-    InfillPrompt,
     Prompt,
     Timings,
     Usage,
 )
-from mlxserve.core.request import FinishReason, Pooling, Request, Speculation
+from mlxserve.core.request import FinishReason, Request, Speculation
 from mlxserve.core.sampling_params import SamplingParams, sample_seed
 from mlxserve.core.stats import EngineStats, Observer, RequestRecord, StepRecord
-from mlxserve.engine.answer_text import AnswerText
 from mlxserve.engine.engine_thread import EngineHandle, EngineThread
 from mlxserve.engine.generation import Generation
 from mlxserve.engine.journal import Journal
+from mlxserve.engine.model_description import ModelDescription
+from mlxserve.engine.prompt_reader import Prepared, PromptReader
 from mlxserve.engine.text_service import TextService
 from mlxserve.engine.timeline import Timeline
 from mlxserve.errors import (
@@ -33,52 +31,9 @@ from mlxserve.errors import (
     InvalidParameter,
     QueueFull,
 )
-from mlxserve.text.answer_format import AnswerFormat
-from mlxserve.text.chat_template import encode_prompt, with_system
-from mlxserve.text.detokenizer import IncrementalDetokenizer
-from mlxserve.text.grammar import GrammarCompiler
-from mlxserve.text.infill import infill_end_ids
-from mlxserve.text.output import OutputParser
 from mlxserve.text.tokenizer import Tokenizer
-from mlxserve.text.tool_calls import answer_grammar, check_tools, find_tool_format
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """What is known of a loaded model beside its weights."""
-
-    name: str
-    context_length: int
-    """Tokens a sequence may have: the model's own length, or less where settings or memory say so."""
-    architecture: str
-    num_parameters: int
-    quantization: str
-    default_sampling: dict[str, float | int]
-    load_seconds: float
-    created: int
-    """Unix time of the load."""
-    speculation: frozenset[Speculation] = frozenset({Speculation.AUTO, Speculation.OFF})
-    """The kinds a request may ask for."""
-    can_embed: bool = False
-    pooling: Pooling = Pooling.LAST
-    """What its embeddings are made by."""
-    capabilities: tuple[str, ...] = ("completion",)
-    """As text/capabilities.py names them."""
-    system: str | None = None
-    """System message of a chat that has none."""
-    stop: tuple[str, ...] = ()
-    """Stop strings of a request that names none."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Prepared:
-    """A request's prompt, and for each of its answers what that must be and how it is taken apart."""
-
-    prompt_ids: list[int]
-    constraints: Sequence[TokenConstraint | None]
-    parsers: Sequence[OutputParser | None]
 
 
 class ServedModel:
@@ -99,9 +54,7 @@ class ServedModel:
         self.description = description
         self.tokenizer = tokenizer
         self.text = TextService(tokenizer, executor, description.system)
-        self._grammars = GrammarCompiler(tokenizer)
-        self._tool_format = find_tool_format(tokenizer)
-        self._answer_format = AnswerFormat(tokenizer, self._tool_format)
+        self._reader = PromptReader(description, tokenizer)
         self._thread = thread
         self._handle = handle
         self._config = config
@@ -204,7 +157,7 @@ class ServedModel:
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
         self._handle.num_arriving += num_samples
         try:
-            prepared = await loop.run_in_executor(self._executor, self._read, request, num_samples, timeline)
+            prepared = await loop.run_in_executor(self._executor, self._reader.read, request, num_samples, timeline)
         finally:
             self._handle.num_arriving -= num_samples
         self._check_alive()
@@ -214,7 +167,7 @@ class ServedModel:
         for request_id in ids:
             if request_id in self._handle.request_ids:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
-        num_prompt_tokens, limit = len(prepared.prompt_ids), self._context_length(request)
+        num_prompt_tokens, limit = len(prepared.prompt_ids), self.description.limit_of(request)
         if num_prompt_tokens + (not request.wants_embedding) > limit:
             room = "does not fit into" if request.wants_embedding else "leaves no room for an answer within"
             raise ContextLengthExceeded(
@@ -234,7 +187,7 @@ class ServedModel:
         self,
         request: GenerationRequest,
         request_id: str,
-        prepared: _Prepared,
+        prepared: Prepared,
         index: int,
         seed: int,
         timeline: Timeline,
@@ -243,7 +196,7 @@ class ServedModel:
         sampling = request.sampling
         if index > 0 and sampling.prompt_logprobs is not None:
             sampling = replace(sampling, prompt_logprobs=None)
-        limit = self._context_length(request)
+        limit = self.description.limit_of(request)
         max_tokens = sampling.max_tokens or limit
         timeout = request.timeout if request.timeout is not None else self._config.request_timeout
         max_total_tokens = min(limit, len(prepared.prompt_ids) + max_tokens)
@@ -256,7 +209,7 @@ class ServedModel:
             request_id=request_id,
             prompt_token_ids=prepared.prompt_ids,
             sampling=sampling,
-            eos_token_ids=self._end_ids(request),
+            eos_token_ids=self._reader.end_ids(request.prompt),
             seed=sample_seed(seed, index),
             max_total_tokens=max_total_tokens,
             arrival_time=began,
@@ -269,15 +222,9 @@ class ServedModel:
         )
         trace = self._journal.open(request_id, self.name, request, timeline)
         trace.request = engine_request
-        parser = prepared.parsers[index]
-        kept_ids: frozenset[int] = frozenset()
-        if parser is not None and isinstance(request.prompt, ChatPrompt):
-            kept_ids = self._answer_format.kept_ids(request.prompt)
         generation = Generation(
             engine_request,
-            text=AnswerText(
-                IncrementalDetokenizer(self.tokenizer, kept_ids), request.stop or self.description.stop, parser
-            ),
+            text=self._reader.answer_text(request, prepared.parsers[index]),
             timeline=timeline,
             trace=trace,
             abort=lambda reason: self._thread.abort(self._handle, request_id, reason),
@@ -292,64 +239,6 @@ class ServedModel:
         self._idle.clear()
         self._thread.submit(self._handle, engine_request, generation.receive)
         return generation
-
-    def _read(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> _Prepared:
-        """What the engine and the answers' readers need. On a worker thread."""
-        prompt, answer_format = request.prompt, self._answer_format
-        rendered = ""
-
-        def note(text: str) -> None:
-            nonlocal rendered
-            rendered = text
-            timeline.templated = time.monotonic()
-
-        if request.wants_embedding:
-            return _Prepared(self._read_embedded(request), [None] * num_samples, [None] * num_samples)
-        if isinstance(prompt, ChatPrompt):
-            prompt = with_system(prompt, self.description.system)
-            check_tools(prompt, self.tokenizer, model=self.name)
-        prompt_ids = encode_prompt(self.tokenizer, prompt, self._context_length(request), note)
-        parsers: list[OutputParser | None] = [None] * num_samples
-        grammar, opening = request.grammar, None
-        if isinstance(prompt, ChatPrompt):
-            parsers = [answer_format.parser(prompt, rendered) for _ in range(num_samples)]
-            opening = answer_format.opening(prompt, rendered)
-            grammar = answer_grammar(prompt, grammar, self._tool_format)
-        if grammar is None:
-            return _Prepared(prompt_ids, [None] * num_samples, parsers)
-        for param in ("ignore_eos", "min_tokens"):
-            if getattr(request.sampling, param):
-                raise InvalidParameter(
-                    f"'{param}' goes on past the end that '{grammar.param}' gives the answer; send one of them",
-                    param=param,
-                )
-        constraint = self._grammars.compile(grammar, opening)
-        constraints = [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
-        return _Prepared(prompt_ids, constraints, parsers)
-
-    def _read_embedded(self, request: GenerationRequest) -> list[int]:
-        """The token ids of a text that an embedding is wanted of."""
-        if not self.description.can_embed:
-            raise InvalidParameter(f"{self.name} cannot give embeddings; choose another model", param="model")
-        limit = self._context_length(request)
-        # One more than there may be, so that a text of just the context length passes.
-        token_ids = encode_prompt(self.tokenizer, request.prompt, None if request.truncate else limit + 1)
-        if request.truncate and len(token_ids) > limit:
-            # The last token may be one that the tokenizer puts at every end, and that the vector is taken from.
-            last = token_ids[-1:] if self.tokenizer.is_special(token_ids[-1]) else []
-            token_ids = token_ids[: limit - len(last)] + last
-        return token_ids
-
-    def _end_ids(self, request: GenerationRequest) -> frozenset[int]:
-        """Tokens that end the answer and do not show."""
-        ids = self.tokenizer.eos_token_ids
-        match request.prompt:
-            case InfillPrompt():
-                return ids | infill_end_ids(self.tokenizer)
-            case ChatPrompt():
-                return ids | self._answer_format.ending_ids
-            case _:
-                return ids
 
     async def drain(self, timeout: float) -> None:
         """Refuse new requests and wait for running ones to end; cancel what is left after `timeout` seconds."""
@@ -392,10 +281,6 @@ class ServedModel:
                 f"{num_requests} requests are running or waiting, the most this server takes; try again later",
                 retry_after=max(1.0, self._mean_duration / self._config.max_num_seqs),
             )
-
-    def _context_length(self, request: GenerationRequest) -> int:
-        asked = request.context_length
-        return self.context_length if asked is None else min(asked, self.context_length)
 
     def _speculation(self, request: GenerationRequest) -> Speculation:
         """Raises InvalidParameter: the request asks for a kind that this model does not have."""

@@ -14,6 +14,7 @@ from mlxserve.api.anthropic.blocks import (
     joined,
 )
 from mlxserve.api.anthropic.schema import Message, MessagesRequest, PromptFields, Tool
+from mlxserve.api.turns import merged_turn
 from mlxserve.core.constraint import Grammar
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, Reasoning, ToolChoice
 from mlxserve.core.sampling_params import SamplingParams
@@ -52,7 +53,7 @@ def chat_prompt(body: PromptFields) -> ChatPrompt:
     if system := system_text(body.system):
         messages.append({"role": "system", "content": system})
     for _, turn in groupby(parts, key=lambda part: part["role"]):
-        messages += _merged(list(turn))
+        messages += merged_turn(list(turn))
     return ChatPrompt(
         messages=tuple(messages),
         tools=tuple(_template_tool(tool) for tool in body.tools or ()),
@@ -106,22 +107,6 @@ def _assistant_message(blocks: Sequence[Block]) -> TemplateMessage:
     if calls := [_template_call(block) for block in blocks if isinstance(block, ToolUseBlock)]:
         message["tool_calls"] = calls
     return message
-
-
-def _merged(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """What one role says in a row as one turn, as in Anthropic's API: many templates want turns to alternate.
-
-    Texts become paragraphs. Results of tools stay apart, each with its id.
-    """
-    if len(messages) == 1 or messages[0]["role"] == "tool":
-        return messages
-    merged: TemplateMessage = {"role": messages[0]["role"]}
-    merged["content"] = "\n".join(message["content"] for message in messages if message["content"])
-    if thoughts := [message["reasoning_content"] for message in messages if "reasoning_content" in message]:
-        merged["reasoning_content"] = "\n".join(thoughts)
-    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
-        merged["tool_calls"] = calls
-    return [merged]
 
 
 def _template_call(block: ToolUseBlock) -> dict[str, Any]:

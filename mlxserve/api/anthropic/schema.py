@@ -7,10 +7,11 @@ changes an answer, or is refused. A field that stands nowhere here is refused as
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, StringConstraints, model_validator
 from pydantic_core import PydanticCustomError
 
 from mlxserve.api.anthropic.blocks import Block, CacheControl, Content, Text, ToolResultBlock, ToolUseBlock
+from mlxserve.api.tool_schema import ArgumentsSchema
 from mlxserve.api.wire import WireModel, unsupported
 from mlxserve.errors import InvalidParameter
 
@@ -64,15 +65,9 @@ def _refuse_other_tools(tool: Any) -> Any:
     return tool
 
 
-def _is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type", "object") != "object":
-        raise PydanticCustomError("value_error", "the schema of a tool's input has the type 'object'")
-    return schema
-
-
 class Tool(WireModel):
     name: Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9_-]+$", max_length=128)]
-    input_schema: Annotated[dict[str, Any], AfterValidator(_is_object_schema)]
+    input_schema: ArgumentsSchema
     description: str | None = None
     type: Literal["custom"] | None = None
     cache_control: CacheControl | None = None

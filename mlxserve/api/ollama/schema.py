@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 
 from mlxserve.api.ollama.options import Options
 from mlxserve.api.ollama.times import seconds_of
+from mlxserve.api.tool_schema import ArgumentsSchema
 from mlxserve.api.wire import WireModel, unsupported
 from mlxserve.core.constraint import JSON_OBJECT, Grammar
 from mlxserve.core.generation import Reasoning
@@ -33,26 +34,6 @@ def _think(value: Any) -> Any:
     if value is None or isinstance(value, bool) or value in EFFORTS:
         return value
     raise PydanticCustomError("think_type", 'Input should be a boolean, "low", "medium" or "high"')
-
-
-def _schema_of_arguments(value: Any) -> Any:
-    """What readers of a tool take for granted: an object's schema. Models see whatever it says beyond that."""
-    if value is None:
-        return value
-    if not isinstance(value, dict):
-        raise PydanticCustomError("schema_type", "Input should be a JSON schema (an object)")
-    properties, required = value.get("properties"), value.get("required")
-    if value.get("type", "object") != "object":
-        problem = 'the type of the arguments is "object"'
-    elif properties is not None and not (
-        isinstance(properties, dict) and all(isinstance(schema, (dict, bool)) for schema in properties.values())
-    ):
-        problem = "'properties' should be an object of JSON schemas"
-    elif required is not None and not (isinstance(required, list) and all(isinstance(name, str) for name in required)):
-        problem = "'required' should be a list of names"
-    else:
-        return value
-    raise PydanticCustomError("schema_error", "no JSON schema of a tool's arguments: {problem}", {"problem": problem})
 
 
 ModelName = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -89,7 +70,7 @@ class Message(WireModel):
 class Function(WireModel):
     name: Annotated[str, Field(min_length=1)]
     description: str | None = None
-    parameters: Annotated[Any, AfterValidator(_schema_of_arguments)] = None
+    parameters: ArgumentsSchema | None = None
     strict: bool | None = None
 
 

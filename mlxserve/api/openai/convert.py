@@ -1,6 +1,6 @@
 """From a parsed body to the engine's GenerationRequest."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from mlxserve.api.openai.messages import template_messages
@@ -40,6 +40,15 @@ SAME_NAMES = (
     "min_tokens",
 )
 """Fields that SamplingParams has under the same name."""
+
+
+def chosen_sampling(body: Any, names: Iterable[str], defaults: DefaultSampling) -> dict[str, Any]:
+    """Fields of SamplingParams, of these names, that the body gives, or the model where the body does not."""
+    given = {name: getattr(body, name) for name in names}
+    chosen: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
+    if chosen.get("top_k") == -1:
+        chosen["top_k"] = 0
+    return chosen
 
 
 def chat_request(body: ChatCompletionRequest, request_id: str, defaults: DefaultSampling) -> GenerationRequest:
@@ -115,10 +124,7 @@ def _sampling(
     num_logprobs: int | None,
     prompt_logprobs: int | None,
 ) -> SamplingParams:
-    given = {name: getattr(body, name) for name in SAME_NAMES}
-    chosen: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    if chosen.get("top_k") == -1:
-        chosen["top_k"] = 0
+    chosen = chosen_sampling(body, SAME_NAMES, defaults)
     return SamplingParams(
         **chosen,
         seed=body.seed,

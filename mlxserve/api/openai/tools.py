@@ -3,10 +3,9 @@
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from mlxserve.api.tool_schema import schema_fault
+from mlxserve.api.tool_schema import ArgumentsSchema
 from mlxserve.api.wire import WireModel
 from mlxserve.core.generation import ToolChoice
 from mlxserve.errors import InvalidParameter
@@ -16,17 +15,10 @@ MAX_TOOLS = 1000
 FunctionName = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[\w.:/-]+$")]
 
 
-def _is_tool_schema(value: dict[str, Any] | None) -> dict[str, Any] | None:
-    fault = None if value is None else schema_fault(value)
-    if fault is not None:
-        raise PydanticCustomError("value_error", "{fault}", {"fault": fault})
-    return value
-
-
 class FunctionDefinition(WireModel):
     name: FunctionName
     description: str | None = None
-    parameters: Annotated[dict[str, Any] | None, AfterValidator(_is_tool_schema)] = None
+    parameters: ArgumentsSchema | None = None
     """A JSON schema of the arguments, which are an object; None: there are none."""
     strict: bool | None = None
 

@@ -1,10 +1,11 @@
 """From a parsed body to the engine's GenerationRequest, and from items to what is listed of them."""
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import Any
 
+from mlxserve.api.openai.convert import DefaultSampling, chosen_sampling
 from mlxserve.api.openai.responses.items import (
     FunctionCallItem,
     FunctionCallOutputItem,
@@ -15,14 +16,13 @@ from mlxserve.api.openai.responses.items import (
 )
 from mlxserve.api.openai.responses.schema import PromptFields, ResponseRequest
 from mlxserve.api.openai.responses.tools import Toolbox, model_name, toolbox
+from mlxserve.api.turns import merged_turn
 from mlxserve.core.constraint import JSON_OBJECT, Grammar
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, Reasoning
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import InvalidParameter
 
-DefaultSampling = Mapping[str, float | int]
-"""A model's own temperature, top_p and the like, as far as it has any."""
-SAME_NAMES = (
+SAMPLING_FIELDS = (
     "temperature",
     "top_p",
     "top_k",
@@ -31,7 +31,6 @@ SAME_NAMES = (
     "presence_penalty",
     "frequency_penalty",
 )
-"""Fields that SamplingParams has under the same name."""
 
 TemplateMessage = dict[str, Any]
 
@@ -39,10 +38,7 @@ TemplateMessage = dict[str, Any]
 def generation_request(
     body: ResponseRequest, prompt: ChatPrompt, request_id: str, defaults: DefaultSampling
 ) -> GenerationRequest:
-    given = {name: getattr(body, name) for name in SAME_NAMES}
-    chosen: dict[str, Any] = {**defaults, **{name: value for name, value in given.items() if value is not None}}
-    if chosen.get("top_k") == -1:
-        chosen["top_k"] = 0
+    chosen = chosen_sampling(body, SAMPLING_FIELDS, defaults)
     return GenerationRequest(
         request_id=request_id,
         prompt=prompt,
@@ -77,7 +73,7 @@ def chat_prompt(body: PromptFields, earlier: Sequence[Item], tools: Toolbox) -> 
         messages.append({"role": "system", "content": body.instructions})
     messages += _template_messages(items)
     turns = [
-        turn for _, group in groupby(messages, key=lambda message: message["role"]) for turn in _merged(list(group))
+        turn for _, group in groupby(messages, key=lambda message: message["role"]) for turn in merged_turn(list(group))
     ]
     return ChatPrompt(
         messages=tuple(turns),
@@ -135,22 +131,6 @@ def _template_messages(items: Sequence[Item]) -> Iterable[TemplateMessage]:
             case FunctionCallOutputItem():
                 content = joined(item.output)
                 yield {"role": "tool", "content": content, "tool_call_id": item.call_id, "name": names[item.call_id]}
-
-
-def _merged(messages: list[TemplateMessage]) -> list[TemplateMessage]:
-    """What one role says in a row as one turn: an answer is several items, and many templates want turns to alternate.
-
-    Texts become paragraphs. Results of tools stay apart, each with its id.
-    """
-    if len(messages) == 1 or messages[0]["role"] == "tool":
-        return messages
-    merged: TemplateMessage = {"role": messages[0]["role"]}
-    merged["content"] = "\n".join(message["content"] for message in messages if message["content"])
-    if thoughts := [message["reasoning_content"] for message in messages if message.get("reasoning_content")]:
-        merged["reasoning_content"] = "\n".join(thoughts)
-    if calls := [call for message in messages for call in message.get("tool_calls", ())]:
-        merged["tool_calls"] = calls
-    return [merged]
 
 
 def _arguments(text: str) -> Any:

@@ -4,9 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, ConfigDict, Discriminator, Field, Tag
+from pydantic import BeforeValidator, ConfigDict, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
+from mlxserve.api.tool_schema import ArgumentsSchema
 from mlxserve.api.wire import WireModel, unsupported
 from mlxserve.core.generation import ToolChoice
 from mlxserve.errors import InvalidParameter
@@ -18,17 +19,11 @@ SEPARATOR = "__"
 Name = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[a-zA-Z0-9_.-]+$")]
 
 
-def _is_object_schema(schema: dict[str, Any]) -> dict[str, Any]:
-    if schema.get("type", "object") != "object":
-        raise PydanticCustomError("value_error", "arguments are an object, so the schema has the type 'object'")
-    return schema
-
-
 class FunctionTool(WireModel):
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_is_object_schema)] | None = None
+    parameters: ArgumentsSchema | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
     output_schema: dict[str, Any] | None = None
