@@ -136,7 +136,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
     assert isinstance(refusal.error, ModelLoadError)
     assert "b needs 12.34 GB" in str(refusal.error)
     assert "10.00 GB here" in str(refusal.error)
-    assert residency.find(large.source.location) is None
+    assert residency.find(large.source.weights) is None
 
 
 def test_pinned_models_stay_and_what_does_not_fit_beside_them_is_refused() -> None:
@@ -200,7 +200,7 @@ def test_a_dead_model_goes_although_it_is_on_lease() -> None:
     residency.release(dead, 1.0)
     assert again.num_leases == 0
     residency.gone(dead)
-    assert residency.find(again.source.location) is again
+    assert residency.find(again.source.weights) is again
 
 
 def test_kv_cache_leaves_room_for_models_to_come() -> None:
