@@ -18,6 +18,7 @@ from mlxserve.cli import addresses, console, logs
 from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_duration_option, parse_size_option
 from mlxserve.config import EngineConfig, ServerConfig
+from mlxserve.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from mlxserve.engine.model_host import ModelHost
@@ -221,14 +222,20 @@ async def _serve(
 
 def _served_name(registry: "Registry", name: str) -> str:
     """The name by which clients ask for a model of --model. A path gets an alias: its last part, without `.gguf`."""
-    from mlxserve.store.model_source import LocalPath
-
     source = registry.resolve(name, allow_paths=True)
-    if not isinstance(source.location, LocalPath) or source.name in registry.aliases:
+    try:
+        registry.resolve(source.name, allow_paths=False)
         return source.name
-    alias = source.location.path.name.removesuffix(".gguf").lower()
+    except ModelNotFound:
+        base, plus, adapter = ("", "", source.name) if source.adapter is None else source.name.rpartition("+")
+        alias = (_last_part(base) + plus + _last_part(adapter)).lower()
     registry.add(dataclasses.replace(source, name=alias))
     return alias
+
+
+def _last_part(name: str) -> str:
+    """Of an absolute path; a name that is none stays."""
+    return Path(name).name.removesuffix(".gguf") if name.startswith("/") else name
 
 
 async def _load(host: "ModelHost", registry: "Registry", models: list[str], draft_model: str | None) -> None:

@@ -2,7 +2,6 @@
 
 import asyncio
 import gc
-import hashlib
 import logging
 import time
 from concurrent.futures import Executor
@@ -242,7 +241,7 @@ class Loading:
         digest = "" if facts is None else facts.digest
         own_bytes = sum(each.weight_bytes for each in estimates[1:])
         if adapter is not None:
-            digest = hashlib.sha256(f"{digest} {adapter.digest}".encode()).hexdigest()
+            digest = adapter.digest_on(digest)
             own_bytes += adapter.size
         return Plan(path, adapter, draft, estimates[0].weight_bytes, own_bytes, least, useful, most, digest)
 

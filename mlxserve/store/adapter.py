@@ -39,6 +39,10 @@ class Adapter:
             digest.update(f"{name} {status.st_size} {status.st_mtime_ns};".encode())
         return digest.hexdigest()
 
+    def digest_on(self, base: str) -> str:
+        """Of the adapter and a base of that digest together."""
+        return hashlib.sha256(f"{base} {self.digest}".encode()).hexdigest()
+
     def unusable(self, reason: str, name: str) -> ModelLoadError:
         return _unusable(self.path, reason, name)
 

@@ -91,7 +91,11 @@ class Registry:
             raise ModelNotFound(f"a model name has at most {MAX_NAME_LENGTH} characters", model=name[:MAX_NAME_LENGTH])
         if not name or any(ord(char) < 32 or ord(char) == 127 for char in name):
             raise ModelNotFound("a model name must not be empty or contain control characters", model=name)
+        if (alias := canonical(name)) in self.aliases:
+            return self.aliases[alias]
         base, plus, adapter = name.rpartition("+")
+        if plus and not base:
+            raise ModelNotFound(f"{name!r} has no model before its +: MODEL+ADAPTER", model=name)
         if plus and not (allow_paths and Path(name).expanduser().exists()):
             return self._with_adapter(self._resolve_base(base, allow_paths), adapter, name, allow_paths)
         return self._resolve_base(name, allow_paths)
@@ -121,10 +125,22 @@ class Registry:
         known = ", ".join(sorted(self.adapters))
         raise ModelNotFound(
             f"no adapter is called {adapter!r}; those of {self.user_file.name} can stand behind a +"
-            + (", or a folder" if allow_paths else "")
+            + (", or a folder that exists" if allow_paths else "")
             + (f" (known are {known})" if known else " (there are none yet)"),
             model=name,
         )
+
+    def locations(self, name: str) -> set[Location]:
+        """Where the files are that a name stands for: of a model, of it and its adapter, or of an adapter alone.
+
+        Raises:
+            ModelNotFound: it stands for nothing.
+            ConfigError: a models.toml is wrong.
+        """
+        if (adapter := self.adapters.get(canonical(name))) is not None:
+            return {adapter}
+        source = self.resolve(name, allow_paths=False)
+        return {source.location} if source.adapter is None else {source.location, source.adapter}
 
     def available(self) -> list[ModelCard]:
         """The aliases that load without a download: package installed, or whole snapshot in the hub's cache.
