@@ -224,11 +224,10 @@ def _served_name(registry: "Registry", name: str) -> str:
     """The name by which clients ask for a model of --model. A path gets an alias: its last part, without `.gguf`."""
     source = registry.resolve(name, allow_paths=True)
     try:
-        registry.resolve(source.name, allow_paths=False)
-        return source.name
+        return registry.resolve(source.name, allow_paths=False).name
     except ModelNotFound:
         base, plus, adapter = ("", "", source.name) if source.adapter is None else source.name.rpartition("+")
-        alias = (_last_part(base) + plus + _last_part(adapter)).lower()
+    alias = (_last_part(base) + plus + _last_part(adapter)).lower()
     registry.add(dataclasses.replace(source, name=alias))
     return alias
 
