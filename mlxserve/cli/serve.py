@@ -246,7 +246,10 @@ async def _load(host: "ModelHost", registry: "Registry", models: list[str], draf
         await asyncio.to_thread(hub.ensure_local, source, display.progress)
     for name in models:
         with display.loading(name):
-            await asyncio.to_thread(hub.ensure_local, registry.resolve(name, allow_paths=False), display.progress)
+            source = registry.resolve(name, allow_paths=False)
+            for part in (source, source.adapter_source):
+                if part is not None:
+                    await asyncio.to_thread(hub.ensure_local, part, display.progress)
             # It was named by who started the server: it stays until there is need for its memory.
             await host.preload(name, keep_alive=-1.0)
 

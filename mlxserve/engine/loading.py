@@ -225,6 +225,12 @@ class Loading:
         draft = None
         if self._config.draft_model is not None:
             draft_source = self._files.resolve(self._config.draft_model)
+            if draft_source.adapter is not None:
+                raise ModelLoadError(
+                    f"the draft model {draft_source.name} has an adapter, which draft models cannot have; "
+                    "name its base alone",
+                    model=source.name,
+                )
             draft = draft_source, self._files.locate(draft_source)
         paths = [path, *([] if draft is None else [draft[1]])]
         estimates = [
