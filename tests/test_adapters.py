@@ -24,7 +24,7 @@ from mlxserve.core.generation import GenerationRequest, TokenPrompt
 from mlxserve.core.pieces import finish
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.engine.model_host import ModelHost
-from mlxserve.errors import ModelLoadError
+from mlxserve.errors import ModelLoadError, ModelNotFound
 from mlxserve.store import adapter_loader, loader
 from mlxserve.store.adapter import read_adapter
 from mlxserve.store.registry import Registry
@@ -228,6 +228,20 @@ async def test_a_name_for_base_and_adapter_is_a_name_for_the_same_engine(folder:
         listed = {each.name: each.loaded for each in host.models()}
         assert listed.items() >= {"base+pirate": True, "parrot": True, "base": False}.items()
         assert not listed.keys() & {"french", "pirate", "base+french"}
+
+
+@on_loop
+async def test_an_adapter_that_is_taken_out_of_the_file_while_it_is_loaded(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "models.toml"
+    file.write_text((folder / "models.toml").read_text())
+    async with hosting(tmp_path) as host:
+        await host.preload("base+french")
+        file.write_text(file.read_text().replace("[french]", "[francais]"))
+        assert "base+french" not in {info.name for info in host.models()}
+        with pytest.raises(ModelNotFound, match="no adapter is called 'french'"):
+            await host.acquire("base+french")
+        assert (await get(host, "base+francais")).name == "base+francais"
+        assert [info.name for info in host.loaded()] == ["base+french"]
 
 
 @on_loop

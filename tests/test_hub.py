@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from standin_hub import COMMIT, Hub, Repo, closed_url, serve_hub
-from tiny_repos import CONFIG, WANTED, model_files, weights
+from tiny_repos import CONFIG, FIRST, SECOND, WANTED, model_files, weights
 
 from mlxserve.errors import ModelNotFound
 from mlxserve.store import hub
@@ -146,9 +146,8 @@ def test_a_model_is_pulled_with_its_adapter(server, tmp_path):
     shown, missing = run(closed_url(), tmp_path, *calls)
     assert shown["result"] == pulled["result"]
     assert missing["error"] == "ModelNotFound"
-    wrong, whole = run(server.url, tmp_path, PULL | {"name": "test/model+wrong"}, PULL | {"name": "test/lora"})
+    wrong = pull(server, tmp_path, "test/model+wrong")
     assert "has no adapter_config.json and no adapters.safetensors" in wrong["message"]
-    assert whole["error"] == "DownloadError"
 
 
 def test_what_is_here_is_not_fetched_again(server, tmp_path):
@@ -223,9 +222,7 @@ REFUSALS = {
     "test/gguf:Q4_K_M": "it has no GGUF file of Q4_K_M that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
     "test/gguf:Q4_1": "it has no GGUF file of Q4_1 that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
     "test/k-quants": "it has no GGUF file that can be read (it has IQ2_XS, Q4_K_M; ",
-    "test/lora": lambda: Repo(
-        {**ADAPTER, "README.md": b"readme", "optimizer.safetensors": b"x", "0001_adapters.safetensors": b"y"}
-    ),
+    "test/lora": "it holds an adapter and no model",
     "test/gemma-gguf": "architecture 'gemma3' is not supported in GGUF files",
 }
 

@@ -224,7 +224,7 @@ class ModelHost:
             ModelInfo(name, each.created, each.context_length, loaded=True, description=source.description)
             for entry in self._entries()
             for name in dict.fromkeys([entry.resident.source.name, *entry.model.served])
-            for source in [self.resolve(name)]
+            if (source := self._find(name)) is not None
             for each in [entry.model.describe(source)]
         ]
         names = {info.name for info in infos}
@@ -283,6 +283,13 @@ class ModelHost:
     def resolve(self, name: str) -> ModelSource:
         """What a name stands for. Raises ModelNotFound."""
         return self._registry.resolve(name, allow_paths=self._allow_paths)
+
+    def _find(self, name: str) -> ModelSource | None:
+        """What a name stands for; None if it was taken out of models.toml meanwhile."""
+        try:
+            return self.resolve(name)
+        except ModelNotFound:
+            return None
 
     def locate(self, source: ModelSource) -> Path:
         """Where a model or adapter is, fetched if that is allowed. Blocks. Raises ModelNotFound, DownloadError."""

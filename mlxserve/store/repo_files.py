@@ -83,6 +83,11 @@ def refusal(names: Sequence[str], gguf: str | None) -> str | None:
         what = "has no GGUF file that can be read" if gguf is None else f"has no GGUF file of {gguf} that can be read"
         return f"{what} (it has {', '.join(quantizations)}; {', '.join(GGUF_PREFERENCE)} can be read): {instead}"
     if not _matching(top, ["model*.safetensors"]):
+        if adapter_refusal(names) is None:
+            return (
+                "holds an adapter and no model; name it in your models.toml, adapter = { repo = ... }, and put that name "
+                "behind a model's: MODEL+ADAPTER"
+            )
         if _matching(names, [*PICKLES, *("*/" + pattern for pattern in PICKLES)]):
             return (
                 "has its weights as pickles, which can run code when they are read; "
