@@ -137,6 +137,25 @@ def test_logits_are_mlx_lms(
         assert_equal(plain, theirs)
 
 
+@pytest.mark.parametrize(
+    ("architecture", "bits", "kind"), [("llama", 4, "dora"), ("qwen3-moe", 4, "lora"), ("gemma3", None, "lora")]
+)
+@on_loop
+async def test_answers_are_mlx_lms(architecture: str, bits: int | None, kind: str, tmp_path: Path) -> None:
+    """Over the block cache and over mlx-lm's own."""
+    checkpoint = tiny_models.save(tmp_path / "base", architecture, bits=bits)
+    adapter = tiny_adapters.save(tmp_path / "adapter", checkpoint, kind=kind)
+    (tmp_path / "models.toml").write_text(
+        f"[base]\nsource = {{ path = '{checkpoint}' }}\n[mine]\nadapter = {{ path = '{adapter}' }}\n"
+    )
+    expected = reference(checkpoint, adapter)
+    assert len(expected) > 4
+    async with hosting(tmp_path) as host:
+        answers = await asyncio.gather(ask(host, "base+mine"), ask(host, "base"))
+    assert ids(answers[0])[: len(expected)] == expected
+    assert ids(answers[1])[: len(expected)] != expected
+
+
 @pytest.mark.parametrize("num_layers", [-1, 1])
 def test_layers_and_embeddings_by_name(num_layers: int, checkpoint: Path, tmp_path: Path) -> None:
     keys = ["mlp.down_proj", "lm_head", "model.embed_tokens"]

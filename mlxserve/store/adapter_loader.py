@@ -78,9 +78,9 @@ def _copy(value: Any, done: dict[int, Any]) -> Any:
             for key, each in value.items():
                 module[key] = _copy(each, done)
         return done[id(value)]
-    if isinstance(value, dict):
+    if type(value) is dict:
         return {key: _copy(each, done) for key, each in value.items()}
-    if isinstance(value, list | tuple):
+    if type(value) in (list, tuple):
         return type(value)(_copy(each, done) for each in value)
     return value
 

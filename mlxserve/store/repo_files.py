@@ -85,8 +85,8 @@ def refusal(names: Sequence[str], gguf: str | None) -> str | None:
     if not _matching(top, ["model*.safetensors"]):
         if adapter_refusal(names) is None:
             return (
-                "holds an adapter and no model; name it in your models.toml, adapter = { repo = ... }, and put that name "
-                "behind a model's: MODEL+ADAPTER"
+                "holds an adapter and no model; name it in your models.toml, adapter = { repo = ... }, "
+                "and put that name behind a model's: MODEL+ADAPTER"
             )
         if _matching(names, [*PICKLES, *("*/" + pattern for pattern in PICKLES)]):
             return (
