@@ -28,6 +28,7 @@ class StoredModel:
     template: str | None = TEMPLATE
     system: str | None = None
     parameters: dict[str, Any] = field(default_factory=dict)
+    adapter: None = None
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from standin_hub import COMMIT, Hub, Repo, closed_url, serve_hub
-from tiny_repos import CONFIG, FIRST, SECOND, WANTED, model_files
+from tiny_repos import CONFIG, FIRST, SECOND, WANTED, model_files, weights
 
 from mlxserve.errors import ModelNotFound
 from mlxserve.store import hub
@@ -20,6 +20,10 @@ from mlxserve.store.download_plan import PARTIAL_SUFFIX
 from mlxserve.store.model_source import LocalPath, ModelSource, PackageFile
 
 FILES = model_files()
+ADAPTER = {
+    "adapter_config.json": b'{"num_layers": 1, "lora_parameters": {"rank": 8, "scale": 1.0, "dropout": 0.0}}',
+    "adapters.safetensors": weights(0, 10),
+}
 TOTAL = sum(len(FILES[name]) for name in WANTED)
 
 
@@ -38,6 +42,9 @@ REPOS = {
     "test/no-tokenizer": lambda: Repo({name: data for name, data in FILES.items() if "tokenizer" not in name}),
     "test/gguf": lambda: Repo({f"m-{tag}.gguf": tag.encode() for tag in ("Q4_K_M", "Q4_0", "Q8_0", "F16")}),
     "test/k-quants": lambda: Repo({"m.Q4_K_M.gguf": b"x", "m.IQ2_XS.gguf": b"y"}),
+    "test/lora": lambda: Repo(
+        {**ADAPTER, "README.md": b"readme", "optimizer.safetensors": b"x", "0001_adapters.safetensors": b"y"}
+    ),
     "test/gemma-gguf": lambda: Repo({"m-Q8_0.gguf": b"x"}, card={"gguf": {"architecture": "gemma3"}}),
 }
 
@@ -125,6 +132,24 @@ def test_pull_then_offline(server, tmp_path):
     assert "downloading test/model failed, the hub cannot be reached" in again["message"]
 
 
+def test_a_model_is_pulled_with_its_adapter(server, tmp_path):
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "models.toml").write_text(
+        "[french]\nadapter = { repo = 'test/lora' }\n[wrong]\nadapter = { repo = 'test/model' }\n"
+    )
+    pulled = pull(server, tmp_path, "test/model+french")
+    assert pulled["result"]["name"] == "test/model+french"
+    assert pulled["result"]["size"] == TOTAL + sum(map(len, ADAPTER.values()))
+    assert server.fetched("adapters.safetensors")
+    assert not any(server.fetched(name) for name in ("optimizer.safetensors", "0001_adapters.safetensors"))
+    calls = [{"method": "show", "name": name} for name in ("test/model+french", "test/model+wrong")]
+    shown, missing = run(closed_url(), tmp_path, *calls)
+    assert shown["result"] == pulled["result"]
+    assert missing["error"] == "ModelNotFound"
+    wrong = pull(server, tmp_path, "test/model+wrong")
+    assert "has no adapter_config.json and no adapters.safetensors" in wrong["message"]
+
+
 def test_what_is_here_is_not_fetched_again(server, tmp_path):
     first = pull(server, tmp_path)
     server.requested.clear()
@@ -197,6 +222,7 @@ REFUSALS = {
     "test/gguf:Q4_K_M": "it has no GGUF file of Q4_K_M that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
     "test/gguf:Q4_1": "it has no GGUF file of Q4_1 that can be read (it has F16, Q4_0, Q4_K_M, Q8_0; ",
     "test/k-quants": "it has no GGUF file that can be read (it has IQ2_XS, Q4_K_M; ",
+    "test/lora": "it holds an adapter and no model",
     "test/gemma-gguf": "architecture 'gemma3' is not supported in GGUF files",
 }
 

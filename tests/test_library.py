@@ -310,7 +310,7 @@ def test_a_path_in_a_modelfile_is_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("FROM a\nADAPTER ./x", "line 2: ADAPTER: adapters are not supported"),
+        ("FROM a\nADAPTER ./x", "line 2: ADAPTER: an adapter is named in models.toml"),
         ("FROM a\nMESSAGE user hi", "line 2: MESSAGE: messages to begin with"),
         ("\n\nFRMO a", "line 3: unknown instruction 'FRMO' (known: FROM, SYSTEM"),
         ("FROM a\nFROM b", "line 2: FROM: is there twice"),

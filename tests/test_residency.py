@@ -136,7 +136,7 @@ def test_what_never_fits_is_refused_with_the_numbers() -> None:
     assert isinstance(refusal.error, ModelLoadError)
     assert "b needs 12.34 GB" in str(refusal.error)
     assert "10.00 GB here" in str(refusal.error)
-    assert residency.find(large.source.location) is None
+    assert residency.find(large.source.weights) is None
 
 
 def test_pinned_models_stay_and_what_does_not_fit_beside_them_is_refused() -> None:
@@ -200,7 +200,7 @@ def test_a_dead_model_goes_although_it_is_on_lease() -> None:
     residency.release(dead, 1.0)
     assert again.num_leases == 0
     residency.gone(dead)
-    assert residency.find(again.source.location) is again
+    assert residency.find(again.source.weights) is again
 
 
 def test_kv_cache_leaves_room_for_models_to_come() -> None:
@@ -240,3 +240,47 @@ def test_weights_that_are_more_than_expected_leave_nothing_for_the_cache() -> No
     residency.want(model)
     actions(residency)
     assert residency.kv_share(model, weight_bytes=1100, useful_bytes=50) == 0
+
+
+def over(base: str, adapter: str | None, size: int, shared_size: int) -> Resident:
+    location = None if adapter is None else LocalPath(Path(adapter))
+    source = ModelSource(f"{base}+{adapter}", LocalPath(Path(base)), adapter=location)
+    return Resident(source, size, keep_alive=-1.0, shared_size=shared_size)
+
+
+def test_shared_weights_count_once_and_until_the_last_one_goes() -> None:
+    residency = Residency(1000)
+    residents = [over("a", adapter, 50, 600) for adapter in (None, "x", "y")]
+    for each in residents:
+        put(residency, each)
+    assert residency.used == 750
+    # What was measured may differ from what was expected.
+    residents[1].shared_size = 610
+    assert residency.used == 760
+    for each, used in zip(residents, (710, 650, 0), strict=True):
+        residency.stop(each)
+        assert actions(residency) == [Unload(each, "stopped")]
+        residency.gone(each)
+        assert residency.used == used
+
+
+def test_room_for_a_cache_beside_shared_weights() -> None:
+    residency = Residency(1000, max_models=2)
+    put(residency, over("a", None, 100, 500))
+    second = over("a", "x", 10, 500)
+    residency.want(second)
+    assert actions(residency) == [Load(second)]
+    assert residency.kv_share(second, weight_bytes=20, useful_bytes=0) == 380
+    assert residency.used == 1000
+
+
+def test_all_over_a_base_go_for_a_model_that_needs_their_room() -> None:
+    residency = Residency(1000)
+    residents = [put(residency, over("a", adapter, 50, 600)) for adapter in ("x", "y")]
+    large = resident("b", 900)
+    residency.want(large)
+    assert actions(residency) == [Unload(each, "evicted") for each in residents]
+    residency.gone(residents[0])
+    assert actions(residency) == []
+    residency.gone(residents[1])
+    assert actions(residency) == [Load(large)]

@@ -130,11 +130,11 @@ def _refuse_loaded(library: "Library", name: str, server_config: config.ServerCo
         loaded = {entry["name"] for entry in reply.json()["models"]} if reply.status_code == 200 else set()
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return
-    resolve = library.registry.resolve
-    location = resolve(name, allow_paths=False).location
+    locations = library.registry.locations
+    needed = locations(name)
     for each in loaded:
         try:
-            in_use = resolve(each, allow_paths=False).location == location
+            in_use = not needed.isdisjoint(locations(each))
         except MlxserveError:
             continue
         if in_use:

@@ -82,6 +82,7 @@ def as_json(model: "StoredModel") -> dict[str, Any]:
         "name": model.name,
         "source": str(model.source.location),
         "path": str(model.path),
+        "adapter": None if model.adapter is None else str(model.adapter.path),
         "size": model.size,
         "modified": modified.isoformat(timespec="seconds"),
         "digest": model.digest,
@@ -136,6 +137,8 @@ def details(model: "StoredModel") -> str:
         "path": str(model.path),
         "modified": age(model.modified),
     }
+    if model.adapter is not None:
+        rows["adapter"] = f"{model.adapter.path}, {count(model.adapter.num_parameters)} parameters"
     sections = [_section("Model", table(rows.items())), _section("Capabilities", "\n".join(model.capabilities))]
     if model.parameters:
         sections.append(_section("Parameters", parameters(model)))

@@ -18,6 +18,7 @@ from mlxserve.cli import addresses, console, logs
 from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_duration_option, parse_size_option
 from mlxserve.config import EngineConfig, ServerConfig
+from mlxserve.errors import ModelNotFound
 
 if TYPE_CHECKING:
     from mlxserve.engine.model_host import ModelHost
@@ -221,14 +222,19 @@ async def _serve(
 
 def _served_name(registry: "Registry", name: str) -> str:
     """The name by which clients ask for a model of --model. A path gets an alias: its last part, without `.gguf`."""
-    from mlxserve.store.model_source import LocalPath
-
     source = registry.resolve(name, allow_paths=True)
-    if not isinstance(source.location, LocalPath) or source.name in registry.aliases:
-        return source.name
-    alias = source.location.path.name.removesuffix(".gguf").lower()
+    try:
+        return registry.resolve(source.name, allow_paths=False).name
+    except ModelNotFound:
+        base, plus, adapter = ("", "", source.name) if source.adapter is None else source.name.rpartition("+")
+    alias = (_last_part(base) + plus + _last_part(adapter)).lower()
     registry.add(dataclasses.replace(source, name=alias))
     return alias
+
+
+def _last_part(name: str) -> str:
+    """Of an absolute path; a name that is none stays."""
+    return Path(name).name.removesuffix(".gguf") if name.startswith("/") else name
 
 
 async def _load(host: "ModelHost", registry: "Registry", models: list[str], draft_model: str | None) -> None:
@@ -240,7 +246,10 @@ async def _load(host: "ModelHost", registry: "Registry", models: list[str], draf
         await asyncio.to_thread(hub.ensure_local, source, display.progress)
     for name in models:
         with display.loading(name):
-            await asyncio.to_thread(hub.ensure_local, registry.resolve(name, allow_paths=False), display.progress)
+            source = registry.resolve(name, allow_paths=False)
+            for part in (source, source.adapter_source):
+                if part is not None:
+                    await asyncio.to_thread(hub.ensure_local, part, display.progress)
             # It was named by who started the server: it stays until there is need for its memory.
             await host.preload(name, keep_alive=-1.0)
 

@@ -12,12 +12,13 @@ from typing import Any
 
 from mlxserve.errors import InvalidParameter, ModelError, ModelInUse, ModelNotFound
 from mlxserve.store import alias_file, hub
+from mlxserve.store.adapter import Adapter, read_adapter
 from mlxserve.store.fit import Fit, fit
 from mlxserve.store.hub import ProgressCallback
 from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
-from mlxserve.store.model_source import HubRepo, ModelSource
+from mlxserve.store.model_source import HubRepo, Location, ModelSource
 from mlxserve.store.registry import Registry, canonical
 from mlxserve.text.capabilities import capabilities
 from mlxserve.text.chat_template import check_template
@@ -34,7 +35,7 @@ class StoredModel:
     path: Path
     """A folder or a .gguf file."""
     size: int
-    """Bytes on disk."""
+    """Bytes on disk, its adapter's included."""
     modified: float
     """Unix time."""
     digest: str
@@ -54,6 +55,8 @@ class StoredModel:
     parameters: dict[str, Any]
     """Sampling defaults, and `stop`, a list, if there are such."""
     facts: ModelFacts = field(repr=False)
+    """Of the model without its adapter."""
+    adapter: Adapter | None = None
 
 
 class Library:
@@ -77,11 +80,11 @@ class Library:
         for source in sources:
             try:
                 path = hub.find_local(source)
-                if path is None:
+                if path is None or (source.adapter_source and hub.find_local(source.adapter_source) is None):
                     continue
                 if path not in read:
                     read[path] = read_facts(path, source.name)
-                found.append(_stored(source, read[path]))
+                found.append(_stored(source, read[path], _find_adapter(source)))
             except ModelError as error:
                 logger.warning("left out of the list: %s: %s", source.name, error)
         return found
@@ -91,13 +94,13 @@ class Library:
 
         Raises:
             ModelNotFound: there is none, or it is not on this machine.
-            ModelLoadError: its files are damaged, or no files of the store.
+            ModelLoadError: its files or its adapter's are damaged, or no files of the store.
             ConfigError: a models.toml is wrong.
         """
         return self._read(self.registry.resolve(name, allow_paths=allow_paths))
 
     def pull(self, name: str, progress: ProgressCallback, cancelled: threading.Event | None = None) -> StoredModel:
-        """Download the model of that name, or bring it up to date; its files are verified.
+        """Download the model of that name and its adapter, or bring them up to date; their files are verified.
 
         Args:
             progress: Called with (bytes here, bytes in all), on this thread.
@@ -111,7 +114,9 @@ class Library:
         source = self.registry.resolve(name, allow_paths=False)
         facts = read_facts(hub.fetch(source, progress, cancelled), source.name)
         require_readable(facts, source.name)
-        return _stored(source, facts)
+        if source.adapter_source is not None:
+            hub.fetch(source.adapter_source, progress, cancelled)
+        return _stored(source, facts, _find_adapter(source))
 
     def fit(self, name: str, *, allow_paths: bool = False) -> Fit:
         """How the model of that name fits into this machine's memory. Raises as show()."""
@@ -119,26 +124,38 @@ class Library:
         return fit(model.facts, this_machine(), model.context_length)
 
     def remove(self, name: str) -> int:
-        """Remove the name, if it is in the user's file, and the files of a hub model, unless other names need them.
+        """Remove the name, if it is in the user's file, and files from the hub, unless other names need them.
 
-        Package files and local folders stay. Returns the bytes that were freed.
+        The name may be that of an adapter. Package files and local folders stay. Returns the bytes that were freed.
 
         Raises:
             ModelNotFound: there is no such model here.
             ModelInUse: it is no name of the user's file, and one of these needs its files; or nothing of it is ours.
         """
+        own = self.registry.user_aliases
+        adapters = self.registry.adapters
+        if (alias := canonical(name)) in adapters or alias in own:
+            locations = self.registry.locations(name)
+            alias_file.remove(self.registry.user_file, alias)
+            used = set().union(*map(self.registry.locations, (*self.registry.aliases, *self.registry.adapters)))
+            return sum(hub.delete(each) for each in locations - used if isinstance(each, HubRepo))
         source = self.registry.resolve(name, allow_paths=False)
         location = source.location
-        own = self.registry.user_aliases
-        if source.name in own:
-            alias_file.remove(self.registry.user_file, source.name)
-            is_used = any(each.location == location for each in self.registry.aliases.values())
-            return hub.delete(location) if isinstance(location, HubRepo) and not is_used else 0
+        if source.adapter is not None:
+            raise ModelInUse(
+                f"{source.name} is a model and an adapter; remove the one that shall go, "
+                f"for the adapter: mlxserve rm {source.name.rpartition('+')[2]}",
+                model=name,
+            )
         if not isinstance(location, HubRepo):
             raise ModelInUse(
                 f"{source.name} is {location}, which mlxserve did not put there and does not remove", model=name
             )
-        users = sorted(alias for alias, each in own.items() if _same_files(each.location, location))
+        users = sorted(
+            alias
+            for alias in (*own, *adapters)
+            if any(_same_files(each, location) for each in self.registry.locations(alias))
+        )
         if users:
             raise ModelInUse(
                 f"the files of {source.name} are those of {', '.join(users)}, too; remove that first: "
@@ -205,7 +222,7 @@ class Library:
         if source.name == taken_from.source.name and source.name not in self.registry.user_aliases:
             raise InvalidParameter(f"{source.name!r} is the name of the model itself; choose another", param="name")
         alias_file.put(self.registry.user_file, source)
-        return _stored(source, taken_from.facts)
+        return _stored(source, taken_from.facts, taken_from.adapter)
 
     def _read(self, source: ModelSource) -> StoredModel:
         path = hub.find_local(source)
@@ -214,10 +231,21 @@ class Library:
             if not isinstance(source.location, HubRepo):
                 hint = f"it should be {source.location}"
             raise ModelNotFound(f"{source.name} is not on this machine; {hint}", model=source.name)
-        return _stored(source, read_facts(path, source.name))
+        return _stored(source, read_facts(path, source.name), _find_adapter(source))
 
 
-def _stored(source: ModelSource, facts: ModelFacts) -> StoredModel:
+def _find_adapter(source: ModelSource) -> Adapter | None:
+    """Raises ModelNotFound: it has one, which is not here; ModelLoadError: it cannot be used."""
+    if source.adapter_source is None:
+        return None
+    path = hub.find_local(source.adapter_source)
+    if path is None:
+        hint = f"; download it first: mlxserve pull {source.name}" if isinstance(source.adapter, HubRepo) else ""
+        raise ModelNotFound(f"the adapter {source.adapter} is not on this machine{hint}", model=source.name)
+    return read_adapter(path, source.name)
+
+
+def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> StoredModel:
     template = source.template or facts.chat_template
     parameters: dict[str, Any] = dict(source.sampling)
     if source.stop:
@@ -226,13 +254,13 @@ def _stored(source: ModelSource, facts: ModelFacts) -> StoredModel:
         name=source.name,
         source=source,
         path=facts.path,
-        size=facts.size,
-        modified=facts.modified,
-        digest=facts.digest,
+        size=facts.size if adapter is None else facts.size + adapter.size,
+        modified=facts.modified if adapter is None else max(facts.modified, adapter.modified),
+        digest=facts.digest if adapter is None else adapter.digest_on(facts.digest),
         format=facts.format,
         architecture=facts.architecture,
         family=facts.architecture,
-        num_parameters=facts.num_parameters,
+        num_parameters=facts.num_parameters + (0 if adapter is None else adapter.num_parameters),
         quantization=facts.quantization,
         context_length=min(facts.context_length, source.context_length or facts.context_length),
         embedding_length=facts.embedding_length,
@@ -242,10 +270,11 @@ def _stored(source: ModelSource, facts: ModelFacts) -> StoredModel:
         system=source.system,
         parameters=parameters,
         facts=facts,
+        adapter=adapter,
     )
 
 
-def _same_files(first: object, second: HubRepo) -> bool:
+def _same_files(first: Location, second: HubRepo) -> bool:
     return isinstance(first, HubRepo) and (first.repo, first.revision) == (second.repo, second.revision)
 
 

@@ -15,6 +15,7 @@ from mlxserve.core.pieces import Pieces
 from mlxserve.core.request import Speculation
 from mlxserve.core.stats import Observer
 from mlxserve.engine import build
+from mlxserve.engine.base_models import BaseModels
 from mlxserve.engine.build import BuiltEngine
 from mlxserve.engine.engine_thread import EngineHandle, EngineThread
 from mlxserve.engine.kv_disk import KVDisk
@@ -24,13 +25,14 @@ from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import MlxserveError, ModelLoadError
 from mlxserve.runner import device
 from mlxserve.runner.device import Device
-from mlxserve.store import loader
+from mlxserve.store import adapter_loader, loader
+from mlxserve.store.adapter import Adapter, read_adapter
 from mlxserve.store.estimate import estimate
 from mlxserve.store.fit import fit, require_fit
 from mlxserve.store.loader import LoadedModel
 from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts
-from mlxserve.store.model_source import ModelSource
+from mlxserve.store.model_source import Location, ModelSource
 from mlxserve.text.capabilities import capabilities
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -52,8 +54,12 @@ class Plan:
     """Where a model's files are, its draft model's too, and the memory they will take."""
 
     path: Path
+    adapter: Adapter | None
     draft: tuple[ModelSource, Path] | None
-    weight_bytes: int
+    base_bytes: int
+    """Of weights that all names of its location share."""
+    own_bytes: int
+    """Of its adapter and its draft model."""
     least_kv_bytes: int
     useful_kv_bytes: int
     most_kv_bytes: int | None
@@ -69,17 +75,21 @@ class LoadedEngine:
     tokenizer: Tokenizer
     description: ModelDescription
     """As the name it was loaded under has it."""
-    weight_bytes: int
+    base: Location
+    base_bytes: int
+    """Of weights that it shares with the other engines over its base."""
+    own_bytes: int
+    """Of its adapter's and draft model's weights."""
     bytes_per_block: int
     """Of its KV cache; 0 where that is outside of any accounting."""
     digest: str
     served: dict[str, ServedModel] = field(default_factory=dict)
-    """By name: aliases of one location share its weights and its engine."""
+    """By name: aliases of the same weights share them and their engine."""
 
     @property
-    def num_bytes(self) -> int:
-        """Of its weights, and of its KV cache as it is now."""
-        return self.weight_bytes + self.handle.engine.num_blocks * self.bytes_per_block
+    def num_kv_bytes(self) -> int:
+        """Of its KV cache as it is now."""
+        return self.handle.engine.num_blocks * self.bytes_per_block
 
     @property
     def num_in_flight(self) -> int:
@@ -112,7 +122,7 @@ class Files(Protocol):
         ...
 
     def locate(self, source: ModelSource) -> Path:
-        """Find the files of a model, or fetch them: it blocks. Raises ModelNotFound, DownloadError."""
+        """Find the files of a model or adapter, or fetch them: it blocks. Raises ModelNotFound, DownloadError."""
         ...
 
 
@@ -139,19 +149,20 @@ class Loading:
         self._executor = executor
         self._kv_disk = kv_disk
         self._observer = observer
-        self._pinned = {files.resolve(name).location for name in config.pin}
+        self._bases = BaseModels(thread, self._read)
+        self._pinned = {files.resolve(name).weights for name in config.pin}
         self._plans: WeakKeyDictionary[Resident, Plan] = WeakKeyDictionary()
 
     async def measure(self, source: ModelSource) -> Resident:
-        """Raises ModelNotFound, DownloadError: the files cannot be had."""
+        """Raises ModelNotFound, DownloadError: the files cannot be had. ModelLoadError: its adapter cannot be used."""
         started = time.monotonic()
         try:
             plan = await asyncio.get_running_loop().run_in_executor(None, self._plan, source)
         except Exception as error:
             self._note_load(source, type(error).__name__, started)
             raise
-        size = plan.weight_bytes + plan.least_kv_bytes
-        resident = Resident(source, size, self._config.keep_alive, source.location in self._pinned)
+        size, is_pinned = plan.own_bytes + plan.least_kv_bytes, source.weights in self._pinned
+        resident = Resident(source, size, self._config.keep_alive, is_pinned, shared_size=plan.base_bytes)
         self._plans[resident] = plan
         return resident
 
@@ -162,6 +173,10 @@ class Loading:
         try:
             return await self._load(source, resident, self._plans[resident])
         except BaseException as error:
+            if isinstance(error, Exception) and not isinstance(error, MlxserveError):
+                logger.exception("loading failed")
+            # Whoever keeps the error, to tell it to those who wait, would keep the weights in its frames.
+            _drop_tracebacks(error)
             outcome = type(error).__name__
             if isinstance(error, Exception) and self._thread.death is None:
                 await asyncio.wrap_future(self._thread.call(_free))
@@ -174,6 +189,7 @@ class Loading:
         handle = model.handle
         await self.save_blocks(handle)
         await asyncio.wrap_future(self._thread.remove_engine(handle))
+        self._bases.give_back(model.base)
         await asyncio.wrap_future(self._thread.call(_free))
         logger.info("unloaded %s: %s", handle.name, reason)
         if self._observer is not None:
@@ -181,6 +197,10 @@ class Loading:
 
     def death(self, model: LoadedEngine) -> str | None:
         return model.handle.death
+
+    def close(self) -> None:
+        """The engine thread is about to end."""
+        self._bases.clear()
 
     async def save_blocks(self, handle: EngineHandle) -> None:
         """Wait until an engine without requests has handed all its blocks to the disk, which it does by itself."""
@@ -199,9 +219,18 @@ class Loading:
         facts = _facts(source, path)
         if facts is not None:
             _check_fit(source, facts, self._device)
+        adapter = None
+        if source.adapter_source is not None:
+            adapter = read_adapter(self._files.locate(source.adapter_source), source.name)
         draft = None
         if self._config.draft_model is not None:
             draft_source = self._files.resolve(self._config.draft_model)
+            if draft_source.adapter is not None:
+                raise ModelLoadError(
+                    f"the draft model {draft_source.name} has an adapter, which draft models cannot have; "
+                    "name its base alone",
+                    model=source.name,
+                )
             draft = draft_source, self._files.locate(draft_source)
         paths = [path, *([] if draft is None else [draft[1]])]
         estimates = [
@@ -215,15 +244,40 @@ class Loading:
         most = (self._config.max_num_seqs * longest + spare) * per_token or None
         if self._config.kv_cache_bytes is not None:
             least = useful = most = self._config.kv_cache_bytes
-        weight_bytes = sum(each.weight_bytes for each in estimates)
-        return Plan(path, draft, weight_bytes, least, useful, most, "" if facts is None else facts.digest)
+        digest = "" if facts is None else facts.digest
+        own_bytes = sum(each.weight_bytes for each in estimates[1:])
+        if adapter is not None:
+            digest = adapter.digest_on(digest)
+            own_bytes += adapter.size
+        return Plan(path, adapter, draft, estimates[0].weight_bytes, own_bytes, least, useful, most, digest)
 
     async def _load(self, source: ModelSource, resident: Resident, plan: Plan) -> LoadedEngine:
         started = time.monotonic()
-        loaded, tokenizer = await self._read(source, plan.path)
+        base, tokenizer = await self._bases.take(source, plan.path)
+        try:
+            return await self._load_over(base, tokenizer, source, resident, plan, started)
+        except BaseException:
+            self._bases.give_back(source.location)
+            raise
+
+    async def _load_over(
+        self,
+        base: LoadedModel,
+        tokenizer: Tokenizer,
+        source: ModelSource,
+        resident: Resident,
+        plan: Plan,
+        started: float,
+    ) -> LoadedEngine:
+        if plan.adapter is None:
+            loaded = adapter_loader.view(base, source.name)
+        else:
+            policy = self._device.dtype_policy
+            loaded = await self._work(adapter_loader.adapt_pieces(base, plan.adapter, source.name, policy))
         draft = None if plan.draft is None else await self._read_draft(source, tokenizer, *plan.draft)
-        weight_bytes = loaded.weight_bytes + (0 if draft is None else draft.weight_bytes)
-        kv_bytes = self._residency.kv_share(resident, weight_bytes, plan.useful_kv_bytes, plan.most_kv_bytes)
+        own_bytes = loaded.weight_bytes + (0 if draft is None else draft.weight_bytes)
+        resident.shared_size = base.weight_bytes
+        kv_bytes = self._residency.kv_share(resident, own_bytes, plan.useful_kv_bytes, plan.most_kv_bytes)
         pieces = build.build_pieces(
             loaded,
             self._config,
@@ -236,7 +290,7 @@ class Loading:
         built = await self._work(pieces)
         if not built.uses_block_cache:
             # Nothing bounds mlx-lm's own caches; they are counted as small ones.
-            resident.size = min(resident.size, weight_bytes + plan.least_kv_bytes)
+            resident.size = min(resident.size, own_bytes + plan.least_kv_bytes)
         await asyncio.wrap_future(self._thread.call(_exempt_from_collection))
         handle = await asyncio.wrap_future(self._thread.add_engine(source.name, built.engine))
         observer = self._observer
@@ -246,12 +300,12 @@ class Loading:
         logger.info(
             "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %.2f GB, KV cache up to %.2f GB)",
             source.name,
-            source.location,
+            source.location if source.adapter is None else f"{source.location} and {source.adapter}",
             load_seconds,
             loaded.architecture,
             loaded.num_parameters / 1e6,
             loaded.quantization,
-            weight_bytes / 1e9,
+            (base.weight_bytes + own_bytes) / 1e9,
             kv_bytes / 1e9,
         )
         description = ModelDescription(
@@ -270,7 +324,16 @@ class Loading:
             system=source.system,
             stop=source.stop,
         )
-        return LoadedEngine(handle, tokenizer, description, weight_bytes, built.bytes_per_block, plan.digest)
+        return LoadedEngine(
+            handle,
+            tokenizer,
+            description,
+            source.location,
+            base.weight_bytes,
+            own_bytes,
+            built.bytes_per_block,
+            plan.digest,
+        )
 
     async def _read(self, source: ModelSource, path: Path) -> tuple[LoadedModel, Tokenizer]:
         loop = asyncio.get_running_loop()
@@ -298,14 +361,7 @@ class Loading:
         return draft
 
     async def _work(self, pieces: Pieces[T]) -> T:
-        try:
-            return await asyncio.wrap_future(self._thread.work(pieces))
-        except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("loading failed")
-            # Whoever keeps the error, to tell it to those who wait, would keep the weights in its frames.
-            _drop_tracebacks(error)
-            raise
+        return await asyncio.wrap_future(self._thread.work(pieces))
 
     def _note_load(self, source: ModelSource, outcome: str, started: float) -> None:
         if self._observer is not None:

@@ -11,7 +11,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from mlxserve.engine.residency import Action, Load, Refuse, Residency, Resident, State, Unload, UnloadReason
 from mlxserve.errors import EngineDead, RequestTimeout
-from mlxserve.store.model_source import Location, ModelSource
+from mlxserve.store.model_source import ModelSource, Weights
 
 logger = logging.getLogger(__name__)
 
@@ -62,21 +62,21 @@ class ModelCache(Generic[M]):
         self._store = store
         self._residency = residency
         self._max_wait = max_wait
-        self._entries: dict[Location, Entry[M]] = {}
-        self._waiters: dict[Location, list[_Waiter[M]]] = {}
-        self._tasks: dict[Location, asyncio.Task[None]] = {}
+        self._entries: dict[Weights, Entry[M]] = {}
+        self._waiters: dict[Weights, list[_Waiter[M]]] = {}
+        self._tasks: dict[Weights, asyncio.Task[None]] = {}
         """What is under way with a model: it is measured, loaded or unloaded."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
-        self.deaths: dict[Location, str] = {}
+        self.deaths: dict[Weights, str] = {}
         """Models that died and were not loaded again since."""
 
     def __iter__(self) -> Iterator[Entry[M]]:
         """The models in memory, those on their way out included, the one loaded first first."""
         return iter(list(self._entries.values()))
 
-    def find(self, location: Location) -> Entry[M] | None:
-        return self._entries.get(location)
+    def find(self, weights: Weights) -> Entry[M] | None:
+        return self._entries.get(weights)
 
     async def acquire(self, source: ModelSource, keep_alive: float | None) -> Entry[M]:
         """The model, until release().
@@ -88,7 +88,7 @@ class ModelCache(Generic[M]):
         """
         loop = asyncio.get_running_loop()
         waiter: _Waiter[M] = _Waiter(source, keep_alive, loop.create_future())
-        self._waiters.setdefault(source.location, []).append(waiter)
+        self._waiters.setdefault(source.weights, []).append(waiter)
         timer = None if self._max_wait is None else loop.call_later(self._max_wait, self._expire, waiter)
         self.advance()
         try:
@@ -116,8 +116,8 @@ class ModelCache(Generic[M]):
         """Bring everything up to date after a change: serve who waits, begin what is to be done, set the timer."""
         if self._is_closed:
             return
-        for location, waiters in list(self._waiters.items()):
-            self._serve(location, waiters)
+        for weights, waiters in list(self._waiters.items()):
+            self._serve(weights, waiters)
         while (action := self._residency.next_action(self._now())) is not None:
             self._begin(action)
         if self._timer is not None:
@@ -132,75 +132,75 @@ class ModelCache(Generic[M]):
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for location in list(self._waiters):
-            self._fail(location, EngineDead("the server is stopping"))
+        for weights in list(self._waiters):
+            self._fail(weights, EngineDead("the server is stopping"))
         tasks = list(self._tasks.items())
-        for location, task in tasks:
-            if location not in self._entries:
+        for weights, task in tasks:
+            if weights not in self._entries:
                 task.cancel()
         await asyncio.gather(*(task for _, task in tasks), return_exceptions=True)
         for entry in self._entries.values():
             entry.gone.set()
 
-    def _serve(self, location: Location, waiters: list[_Waiter[M]]) -> None:
+    def _serve(self, weights: Weights, waiters: list[_Waiter[M]]) -> None:
         """Give them what is there, or see to it that it will be."""
-        entry, resident = self._entries.get(location), self._residency.find(location)
+        entry, resident = self._entries.get(weights), self._residency.find(weights)
         if entry is not None and entry.resident.state is State.LOADED and self._store.death(entry.model) is not None:
             # Whoever has it on lease has been told, and gets nothing more of it.
             self._begin(self._residency.drop(entry.resident))
         elif entry is not None and self._residency.can_lease(entry.resident):
-            del self._waiters[location]
+            del self._waiters[weights]
             for waiter in waiters:
                 if not waiter.entry.done():
                     self._residency.lease(entry.resident, waiter.keep_alive)
                     waiter.entry.set_result(entry)
-        elif resident is None and location not in self._tasks:
-            self._spawn(location, self._measure(location, waiters[0].source))
+        elif resident is None and weights not in self._tasks:
+            self._spawn(weights, self._measure(weights, waiters[0].source))
 
     def _begin(self, action: Action) -> None:
         match action:
             case Load(resident):
-                self._spawn(resident.source.location, self._load(resident))
+                self._spawn(resident.source.weights, self._load(resident))
             case Unload(resident, reason):
-                entry = self._entries[resident.source.location]
+                entry = self._entries[resident.source.weights]
                 if (death := self._store.death(entry.model)) is not None:
-                    self.deaths[resident.source.location] = death
-                self._spawn(resident.source.location, self._unload(entry, reason))
+                    self.deaths[resident.source.weights] = death
+                self._spawn(resident.source.weights, self._unload(entry, reason))
             case Refuse(resident, error):
-                self._fail(resident.source.location, error)
+                self._fail(resident.source.weights, error)
 
-    def _spawn(self, location: Location, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, weights: Weights, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
-        self._tasks[location] = task
+        self._tasks[weights] = task
 
         def done(_: asyncio.Task[None]) -> None:
-            if self._tasks.get(location) is task:
-                del self._tasks[location]
+            if self._tasks.get(weights) is task:
+                del self._tasks[weights]
             self.advance()
 
         task.add_done_callback(done)
 
-    async def _measure(self, location: Location, source: ModelSource) -> None:
+    async def _measure(self, weights: Weights, source: ModelSource) -> None:
         try:
             resident = await self._store.measure(source)
         except Exception as error:
-            self._fail(location, error)
+            self._fail(weights, error)
             return
-        if self._waiters.get(location):
+        if self._waiters.get(weights):
             self._residency.want(resident)
 
     async def _load(self, resident: Resident) -> None:
-        location = resident.source.location
+        weights = resident.source.weights
         try:
             model = await self._store.load(resident.source, resident)
         except BaseException as error:
             self._residency.gone(resident)
             if isinstance(error, Exception):
-                self._fail(location, error)
+                self._fail(weights, error)
                 return
             raise
-        self.deaths.pop(location, None)
-        self._entries[location] = Entry(resident, model)
+        self.deaths.pop(weights, None)
+        self._entries[weights] = Entry(resident, model)
         self._residency.loaded(resident, self._now())
 
     async def _unload(self, entry: Entry[M], reason: UnloadReason) -> None:
@@ -210,23 +210,23 @@ class ModelCache(Generic[M]):
             logger.exception("%s could not be unloaded as it should", entry.resident.source.name)
         finally:
             self._residency.gone(entry.resident)
-            del self._entries[entry.resident.source.location]
+            del self._entries[entry.resident.source.weights]
             entry.gone.set()
 
     def _leave(self, waiter: _Waiter[M]) -> None:
         """Somebody does not wait any more."""
-        location = waiter.source.location
-        waiters = self._waiters.get(location, [])
+        weights = waiter.source.weights
+        waiters = self._waiters.get(weights, [])
         if waiter in waiters:
             waiters.remove(waiter)
             if not waiters:
-                del self._waiters[location]
-                if (resident := self._residency.find(location)) is not None:
+                del self._waiters[weights]
+                if (resident := self._residency.find(weights)) is not None:
                     self._residency.withdraw(resident)
                 self.advance()
 
     def _expire(self, waiter: _Waiter[M]) -> None:
-        resident = self._residency.find(waiter.source.location)
+        resident = self._residency.find(waiter.source.weights)
         # A load that has begun is waited for: the time of a request counts from when its model is there.
         if waiter.entry.done() or (resident is not None and resident.state is State.LOADING):
             return
@@ -236,9 +236,9 @@ class ModelCache(Generic[M]):
         )
         self._leave(waiter)
 
-    def _fail(self, location: Location, error: Exception) -> None:
+    def _fail(self, weights: Weights, error: Exception) -> None:
         """Tell everybody who waits for a model that it cannot be had."""
-        for waiter in self._waiters.pop(location, []):
+        for waiter in self._waiters.pop(weights, []):
             if not waiter.entry.done():
                 waiter.entry.set_exception(error)
 

@@ -20,7 +20,7 @@ from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import DownloadError, EngineDead, ModelNotFound
 from mlxserve.runner import device
 from mlxserve.store import hub
-from mlxserve.store.model_source import HubRepo, ModelSource
+from mlxserve.store.model_source import HubRepo, Location, ModelSource
 from mlxserve.store.registry import Registry
 
 TEXT_THREADS = 4
@@ -46,7 +46,8 @@ class LoadedInfo:
     name: str
     """The one it was loaded under; others may stand for it too."""
     size: int
-    """Bytes of its weights and of its KV cache as it is now."""
+    """Bytes of its weights and of its KV cache as it is now. Weights that several share, a base and its adapters, count
+    with the first of them alone, so that sizes add up."""
     weight_bytes: int
     context_length: int
     expires_at: float | None
@@ -186,7 +187,7 @@ class ModelHost:
             ModelNotFound: it is not loaded.
         """
         source = self.resolve(name)
-        entry = None if self._cache is None else self._cache.find(source.location)
+        entry = None if self._cache is None else self._cache.find(source.weights)
         if self._cache is None or entry is None:
             raise ModelNotFound(f"{source.name} is not loaded", model=name)
         await self._cache.unload(entry)
@@ -195,13 +196,16 @@ class ModelHost:
         """The models in memory, the one loaded first first."""
         origin = time.time() - time.monotonic()
         infos = []
+        counted: set[Location] = set()
         for entry in self._entries():
             engine, description, expires_at = entry.model, entry.model.description, entry.resident.expires_at
+            weight_bytes = engine.own_bytes + (0 if engine.base in counted else engine.base_bytes)
+            counted.add(engine.base)
             infos.append(
                 LoadedInfo(
                     name=description.name,
-                    size=engine.num_bytes,
-                    weight_bytes=engine.weight_bytes,
+                    size=weight_bytes + engine.num_kv_bytes,
+                    weight_bytes=weight_bytes,
                     context_length=engine.describe(entry.resident.source).context_length,
                     expires_at=None if expires_at is None else origin + expires_at,
                     digest=engine.digest,
@@ -220,7 +224,7 @@ class ModelHost:
             ModelInfo(name, each.created, each.context_length, loaded=True, description=source.description)
             for entry in self._entries()
             for name in dict.fromkeys([entry.resident.source.name, *entry.model.served])
-            for source in [self.resolve(name)]
+            if (source := self._find(name)) is not None
             for each in [entry.model.describe(source)]
         ]
         names = {info.name for info in infos}
@@ -266,6 +270,7 @@ class ModelHost:
             served = [model for entry in self._cache for model in entry.model.served.values()]
             await asyncio.gather(self._cache.close(), *(model.drain(timeout) for model in served))
             await asyncio.gather(*(self._loading.save_blocks(entry.model.handle) for entry in self._entries()))
+            self._loading.close()
         loop = asyncio.get_running_loop()
         if self._thread is not None:
             await loop.run_in_executor(None, self._thread.stop)
@@ -279,8 +284,15 @@ class ModelHost:
         """What a name stands for. Raises ModelNotFound."""
         return self._registry.resolve(name, allow_paths=self._allow_paths)
 
+    def _find(self, name: str) -> ModelSource | None:
+        """What a name stands for; None if it was taken out of models.toml meanwhile."""
+        try:
+            return self.resolve(name)
+        except ModelNotFound:
+            return None
+
     def locate(self, source: ModelSource) -> Path:
-        """The folder or file of a model, fetched if that is allowed. Blocks. Raises ModelNotFound, DownloadError."""
+        """Where a model or adapter is, fetched if that is allowed. Blocks. Raises ModelNotFound, DownloadError."""
         if not self._allow_downloads and isinstance(source.location, HubRepo):
             try:
                 return hub.ensure_local(source, local_files_only=True)

@@ -12,13 +12,13 @@ one first, and, where these are not enough, as soon as those who use them are do
 else gets it, so it is done some time, however many ask for it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
 
 from mlxserve.errors import CapacityError, MlxserveError, ModelLoadError
-from mlxserve.store.model_source import Location, ModelSource
+from mlxserve.store.model_source import Location, ModelSource, Weights
 
 UnloadReason = Literal["expired", "evicted", "stopped", "died"]
 
@@ -37,7 +37,7 @@ class Resident:
     source: ModelSource
     """As the name has it that it was first asked for by."""
     size: int
-    """Bytes of its weights and its KV cache at most: an estimate until it is loaded."""
+    """Bytes of weights that are its own and of its KV cache at most: an estimate until it is loaded."""
     keep_alive: float
     """Seconds it stays after its last lease; negative: until there is need for its memory."""
     is_pinned: bool = False
@@ -49,6 +49,8 @@ class Resident:
     """Nobody had it yet since it was loaded: who waited for it gets it, whoever needs its room by now."""
     is_stopping: bool = False
     """It is to go as soon as nobody uses it."""
+    shared_size: int = 0
+    """Bytes of weights beside `size` that it has together with all others of its location."""
 
     @property
     def expires_at(self) -> float | None:
@@ -86,7 +88,7 @@ class Residency:
         """`budget`: bytes of all models together. `max_models`: how many of them at most; None: as many as fit."""
         self.budget = budget
         self.max_models = max_models
-        self._residents: dict[Location, Resident] = {}
+        self._residents: dict[Weights, Resident] = {}
         """In the order in which they were asked for."""
 
     def __iter__(self) -> Iterator[Resident]:
@@ -95,18 +97,18 @@ class Residency:
     @property
     def used(self) -> int:
         """Bytes that are taken, or promised to a load."""
-        return sum(each.size for each in self._in_memory())
+        return _num_bytes(self._in_memory())
 
     @property
     def num_models(self) -> int:
         return sum(1 for _ in self._in_memory())
 
-    def find(self, location: Location) -> Resident | None:
-        return self._residents.get(location)
+    def find(self, weights: Weights) -> Resident | None:
+        return self._residents.get(weights)
 
     def want(self, resident: Resident) -> None:
         """Put a model into the line of those that wait for room."""
-        self._residents[resident.source.location] = resident
+        self._residents[resident.source.weights] = resident
 
     def withdraw(self, resident: Resident) -> None:
         """Nobody waits for it any more. One whose load has begun is loaded all the same."""
@@ -116,6 +118,7 @@ class Residency:
     def kv_share(self, resident: Resident, weight_bytes: int, useful_bytes: int, most_bytes: int | None = None) -> int:
         """Bytes for the KV cache of a model being loaded, which are its own from now on.
 
+        `weight_bytes`: of its weights without those that are shared.
         Of what the weights leave it is an equal part for each model that may still come; where `max_models` does not
         say how many these are, half. If that is less than `useful_bytes`, it is those, or all there is; if it is more
         than `most_bytes`, it is those.
@@ -197,9 +200,9 @@ class Residency:
         return [each for each in self._residents.values() if each.state is not State.WAITING]
 
     def _forget(self, resident: Resident) -> None:
-        location = resident.source.location
-        if self._residents.get(location) is resident:
-            del self._residents[location]
+        weights = resident.source.weights
+        if self._residents.get(weights) is resident:
+            del self._residents[weights]
 
     def _reason_to_go(self, resident: Resident, now: float) -> UnloadReason | None:
         if resident.is_stopping:
@@ -212,7 +215,7 @@ class Residency:
         staying = [each for each in self._in_memory() if stays(each)]
         if self.max_models is not None and len(staying) >= self.max_models:
             return False
-        return sum(each.size for each in staying) + head.size <= self.budget
+        return _num_bytes([*staying, head]) <= self.budget
 
     def _victims(self) -> list[Resident]:
         """Who must go for the first in line, besides those on their way out; those that can go at once come first."""
@@ -231,8 +234,9 @@ class Residency:
         """Why it cannot be loaded, whoever goes."""
         if self._fits(head, lambda each: each.is_pinned and each.state is not State.LEAVING):
             return None
-        needed = f"{head.source.name} needs {_gigabytes(head.size)} for its weights and the smallest useful KV cache"
-        if head.size > self.budget:
+        size = _num_bytes([head])
+        needed = f"{head.source.name} needs {_gigabytes(size)} for its weights and the smallest useful KV cache"
+        if size > self.budget:
             return ModelLoadError(
                 f"{needed}, and models may take {_gigabytes(self.budget)} here: choose a smaller model or more "
                 "quantisation, or raise memory_budget",
@@ -240,11 +244,22 @@ class Residency:
             )
         pinned = [each for each in self._in_memory() if each.is_pinned]
         names = ", ".join(each.source.name for each in pinned)
-        taken = f"{_gigabytes(sum(each.size for each in pinned))} of {_gigabytes(self.budget)}"
+        taken = f"{_gigabytes(_num_bytes(pinned))} of {_gigabytes(self.budget)}"
         limit = "" if self.max_models is None else f", of {self.max_models} models at most"
         return CapacityError(
             f"{needed}, and {names}, which must stay (pin), take {taken}{limit}: unload one of them, or pin fewer"
         )
+
+
+def _num_bytes(residents: Iterable[Resident]) -> int:
+    """That they take together: what those of one location share counts once."""
+    shared: dict[Location, int] = {}
+    own = 0
+    for each in residents:
+        own += each.size
+        location = each.source.location
+        shared[location] = max(shared.get(location, 0), each.shared_size)
+    return own + sum(shared.values())
 
 
 def _gigabytes(size: int) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import ConfigError, InvalidParameter
@@ -36,11 +36,20 @@ SAMPLING_KEYS = (
 )
 WHOLE_SAMPLING_KEYS = ("top_k", "repeat_last_n")
 _TEXTS = ("system", "template", "license")
-FIELDS = {"source", "context_length", "sampling", "description", "stop", *_TEXTS}
+FIELDS = {"source", "adapter", "context_length", "sampling", "description", "stop", *_TEXTS}
+ADAPTER_FIELDS = {"adapter", "description"}
+"""Of an entry without a source: an adapter alone."""
 
 
-def read(file: Path, *, required: bool) -> dict[str, ModelSource]:
-    """Alias -> source.
+class Aliases(NamedTuple):
+    models: dict[str, ModelSource]
+    """By alias."""
+    adapters: dict[str, Location]
+    """By alias: adapters without a model, for any base that they fit."""
+
+
+def read(file: Path, *, required: bool) -> Aliases:
+    """The entries of a file.
 
     Raises:
         ConfigError: the file cannot be read or an entry is wrong; names file, line, alias and field. Also if it is
@@ -51,17 +60,20 @@ def read(file: Path, *, required: bool) -> dict[str, ModelSource]:
         entries = tomllib.loads(text)
     except FileNotFoundError:
         if not required:
-            return {}
+            return Aliases({}, {})
         raise ConfigError(f"{file} is missing; install mlxserve again") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
-    sources: dict[str, ModelSource] = {}
-    for alias, entry in entries.items():
-        source = _Entry(file, text, alias).source(entry)
-        if source.name in sources:
+    aliases = Aliases({}, {})
+    for alias, content in entries.items():
+        entry, name = _Entry(file, text, alias), alias.lower()
+        if name in aliases.models or name in aliases.adapters:
             raise ConfigError(f"{file}: [{alias}] is there twice; upper and lower case are the same")
-        sources[source.name] = source
-    return sources
+        if isinstance(content, dict) and "adapter" in content and "source" not in content:
+            aliases.adapters[name] = entry.adapter_alone(content)
+        else:
+            aliases.models[name] = entry.source(content)
+    return aliases
 
 
 def put(file: Path, source: ModelSource) -> None:
@@ -104,17 +116,9 @@ def remove(file: Path, name: str) -> None:
 
 
 def _fields(source: ModelSource) -> dict[str, Any]:
-    match source.location:
-        case HubRepo(repo, revision, gguf):
-            named: dict[str, Any] = {"repo": repo, "revision": revision}
-            if gguf is not None:
-                named["gguf"] = gguf
-        case PackageFile(package, file):
-            named = {"package": package, "file": file}
-        case LocalPath(path):
-            named = {"path": str(path)}
     fields = {
-        "source": named,
+        "source": _table(source.location),
+        "adapter": None if source.adapter is None else _table(source.adapter),
         "context_length": source.context_length,
         "sampling": dict(source.sampling),
         "stop": list(source.stop),
@@ -124,6 +128,16 @@ def _fields(source: ModelSource) -> dict[str, Any]:
         "license": source.license,
     }
     return {key: value for key, value in fields.items() if value not in (None, "", [], {})}
+
+
+def _table(location: Location) -> dict[str, str]:
+    match location:
+        case HubRepo(repo, revision, gguf):
+            return {"repo": repo, "revision": revision} | ({} if gguf is None else {"gguf": gguf})
+        case PackageFile(package, file):
+            return {"package": package, "file": file}
+        case LocalPath(path):
+            return {"path": str(path)}
 
 
 @contextmanager
@@ -175,10 +189,16 @@ class _Entry:
                     return f", line {number}"
         return f", line {found}" if found else ""
 
+    def adapter_alone(self, entry: dict[str, Any]) -> Location:
+        self._name()
+        if more := sorted(entry.keys() - ADAPTER_FIELDS):
+            known = ", ".join(sorted(ADAPTER_FIELDS))
+            raise self.wrong(more[0], f"an adapter without a source has only {known}; with a source it is a model")
+        self._description(entry)
+        return self._adapter(entry["adapter"])
+
     def source(self, entry: Any) -> ModelSource:
-        name = self.alias.lower()
-        if not ALIAS.fullmatch(name):
-            raise self.wrong("name", "only letters, digits and . _ : - are allowed")
+        name = self._name()
         if not isinstance(entry, dict):
             raise self.wrong("entry", f"must be a table, not {entry!r}")
         for key, value in entry.items():
@@ -188,9 +208,6 @@ class _Entry:
         context_length = entry.get("context_length")
         if context_length is not None and (type(context_length) is not int or context_length < 1):
             raise self.wrong("context_length", f"must be a positive whole number, not {context_length!r}")
-        description = entry.get("description", "")
-        if not isinstance(description, str) or "\n" in description:
-            raise self.wrong("description", "must be one line of text")
         for key in _TEXTS:
             if key in entry and not (isinstance(entry[key], str) and entry[key]):
                 raise self.wrong(key, f"must be text, not {entry[key]!r}")
@@ -199,12 +216,25 @@ class _Entry:
             self._location(entry.get("source")),
             context_length,
             self._sampling(entry),
-            description,
+            self._description(entry),
             system=entry.get("system"),
             template=entry.get("template"),
             stop=self._stop(entry.get("stop", [])),
             license=entry.get("license"),
+            adapter=self._adapter(entry["adapter"]) if "adapter" in entry else None,
         )
+
+    def _name(self) -> str:
+        name = self.alias.lower()
+        if not ALIAS.fullmatch(name):
+            raise self.wrong("name", "only letters, digits and . _ : - are allowed")
+        return name
+
+    def _description(self, entry: dict[str, Any]) -> str:
+        description = entry.get("description", "")
+        if not isinstance(description, str) or "\n" in description:
+            raise self.wrong("description", "must be one line of text")
+        return description
 
     def _stop(self, stop: Any) -> tuple[str, ...]:
         if not isinstance(stop, list) or not all(isinstance(each, str) and each for each in stop):
@@ -212,19 +242,10 @@ class _Entry:
         return tuple(stop)
 
     def _location(self, source: Any) -> Location:
-        if not isinstance(source, dict):
-            problem = "is missing" if source is None else f"must be a table, not {source!r}"
-            raise self.wrong("source", f'{problem}; write source = {{ repo = "org/name" }}')
-        for key, value in source.items():
-            if not isinstance(value, str) or not value:
-                raise self.wrong(f"source.{key}", f"must be text, not {value!r}")
+        self._check_table("source", source)
         match source:
             case {"repo": repo, **rest} if rest.keys() <= {"revision", "gguf"}:
-                revision, gguf = source.get("revision", "main"), source.get("gguf")
-                if not REPO.fullmatch(repo) or ".." in repo:
-                    raise self.wrong("source.repo", f"{repo!r} is not of the form org/name")
-                if not REVISION.fullmatch(revision) or ".." in revision:
-                    raise self.wrong("source.revision", f"{revision!r} is not a branch, tag or commit")
+                revision, gguf = self._revision("source", source), source.get("gguf")
                 if gguf is not None and not GGUF_TAG.fullmatch(gguf):
                     raise self.wrong("source.gguf", f"{gguf!r} is not a quantisation like Q8_0")
                 return HubRepo(repo, revision, None if gguf is None else gguf.upper())
@@ -239,6 +260,32 @@ class _Entry:
         raise self.wrong(
             "source", f"needs repo (and revision, gguf), or package and file, or path; it has {sorted(source)}"
         )
+
+    def _adapter(self, adapter: Any) -> Location:
+        self._check_table("adapter", adapter)
+        match adapter:
+            case {"repo": repo, **rest} if rest.keys() <= {"revision"}:
+                return HubRepo(repo, self._revision("adapter", adapter), is_adapter=True)
+            case {"path": path, **rest} if not rest:
+                return LocalPath(Path(path).expanduser())
+        raise self.wrong("adapter", f"needs path, or repo (and revision); it has {sorted(adapter)}")
+
+    def _check_table(self, field_name: str, table: Any) -> None:
+        if not isinstance(table, dict):
+            problem = "is missing" if table is None else f"must be a table, not {table!r}"
+            raise self.wrong(field_name, f'{problem}; write {field_name} = {{ repo = "org/name" }}')
+        for key, value in table.items():
+            if not isinstance(value, str) or not value:
+                raise self.wrong(f"{field_name}.{key}", f"must be text, not {value!r}")
+
+    def _revision(self, field_name: str, table: dict[str, str]) -> str:
+        """Of a table whose repository is checked with it."""
+        repo, revision = table["repo"], table.get("revision", "main")
+        if not REPO.fullmatch(repo) or ".." in repo:
+            raise self.wrong(f"{field_name}.repo", f"{repo!r} is not of the form org/name")
+        if not REVISION.fullmatch(revision) or ".." in revision:
+            raise self.wrong(f"{field_name}.revision", f"{revision!r} is not a branch, tag or commit")
+        return revision
 
     def _sampling(self, entry: dict[str, Any]) -> dict[str, float | int]:
         sampling = entry.get("sampling", {})

@@ -95,10 +95,10 @@ def make_plan(name: str, location: HubRepo) -> Plan:
     info = HfApi().model_info(location.repo, revision=location.revision, files_metadata=True)
     siblings = info.siblings or []
     names = [file.rfilename for file in siblings]
-    reason = repo_files.refusal(names, location.gguf)
+    reason = repo_files.adapter_refusal(names) if location.is_adapter else repo_files.refusal(names, location.gguf)
     if reason is not None:
         raise DownloadError(f"{location} cannot be used: it {reason}", model=name)
-    wanted = set(repo_files.wanted(names, location.gguf))
+    wanted = set(repo_files.wanted_adapter(names) if location.is_adapter else repo_files.wanted(names, location.gguf))
     architecture = (info.gguf or {}).get("architecture")
     is_gguf = any(file.endswith(".gguf") for file in wanted)
     if is_gguf and architecture and (reason := repo_files.gguf_refusal(architecture)):

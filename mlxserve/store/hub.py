@@ -155,8 +155,10 @@ def _snapshot_folder(location: HubRepo) -> Path | None:
 
 
 def _of_snapshot(name: str, location: HubRepo, folder: Path) -> Path | None:
-    """The model in a snapshot: the folder, or a .gguf file in it; None if it is not complete."""
-    if location.gguf is None and _is_complete(folder):
+    """The model or adapter in a snapshot: the folder, or a .gguf file in it; None if it is not complete."""
+    if location.is_adapter and not all((folder / file).exists() for file in repo_files.ADAPTER):
+        return None
+    if location.is_adapter or (location.gguf is None and _is_complete(folder)):
         files = [path for path in folder.rglob("*") if path.is_file() or path.is_symlink()]
     else:
         chosen = repo_files.choose_gguf([path.name for path in folder.glob("*.gguf") if path.exists()], location.gguf)

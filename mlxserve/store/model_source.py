@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,8 @@ class HubRepo:
     gguf: str | None = None
     """Quantisation of the GGUF file that is meant, as its name has it: "Q4_0"; None: the repository's safetensors, or
     without such its best GGUF file."""
+    is_adapter: bool = False
+    """It holds an adapter and no model."""
 
     def __str__(self) -> str:
         tag = "" if self.gguf is None else f":{self.gguf}"
@@ -43,6 +46,13 @@ class LocalPath:
 Location = HubRepo | PackageFile | LocalPath
 
 
+class Weights(NamedTuple):
+    """What is computed with: names that stand for the same weights share them in memory, and the engine over them."""
+
+    base: Location
+    adapter: Location | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSource:
     """What a name stands for."""
@@ -63,3 +73,14 @@ class ModelSource:
     """Stop strings of a request that names none."""
     license: str | None = None
     """Name or text of a licence in place of the files' own."""
+    adapter: Location | None = None
+    """Folder with a LoRA adapter that changes the model at `location`."""
+
+    @property
+    def weights(self) -> Weights:
+        return Weights(self.location, self.adapter)
+
+    @property
+    def adapter_source(self) -> "ModelSource | None":
+        """Where the adapter's own files come from, under the name of the whole."""
+        return None if self.adapter is None else ModelSource(self.name, self.adapter)

@@ -11,7 +11,7 @@ from typing import Any
 from mlxserve.errors import ConfigError
 
 REFUSED = {
-    "adapter": "adapters are not supported",
+    "adapter": "an adapter is named in models.toml (adapter = { path = ... }) or behind the model: FROM MODEL+ADAPTER",
     "message": "messages to begin with are not supported; put what they should do into SYSTEM",
     "requires": "it names a version of Ollama; leave it out",
 }

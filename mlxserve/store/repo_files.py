@@ -25,6 +25,8 @@ PATTERNS = (
 )
 POOLING = "1_Pooling/config.json"
 """How hidden states become embeddings (store/pooling.py): the one file of a subfolder that is wanted."""
+ADAPTER = ("adapter_config.json", "adapters.safetensors")
+"""What mlx-lm writes and reads as an adapter."""
 NOTICES = ("README.md", "LICENSE*")
 """What says which licence it is under."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -48,6 +50,21 @@ def wanted(names: Sequence[str], gguf: str | None) -> list[str]:
     return [chosen, *_matching(top, NOTICES)] if chosen is not None else []
 
 
+def wanted_adapter(names: Sequence[str]) -> list[str]:
+    """The files to fetch of those in a repository with an adapter."""
+    return _matching([name for name in names if "/" not in name], [*ADAPTER, *NOTICES])
+
+
+def adapter_refusal(names: Sequence[str]) -> str | None:
+    """Why a repository with these files cannot be used as an adapter; None if it can."""
+    missing = [name for name in ADAPTER if name not in names]
+    if not missing:
+        return None
+    others = " (it has one of another library, PEFT; convert it to mlx-lm's format)"
+    is_peft = "adapter_model.safetensors" in names or "adapter_model.bin" in names
+    return f"has no {' and no '.join(missing)}, so it is no adapter of mlx-lm" + (others if is_peft else "")
+
+
 def refusal(names: Sequence[str], gguf: str | None) -> str | None:
     """Why a repository with these files cannot be used, and what to use instead; None if it looks well."""
     top = [name for name in names if "/" not in name]
@@ -66,6 +83,11 @@ def refusal(names: Sequence[str], gguf: str | None) -> str | None:
         what = "has no GGUF file that can be read" if gguf is None else f"has no GGUF file of {gguf} that can be read"
         return f"{what} (it has {', '.join(quantizations)}; {', '.join(GGUF_PREFERENCE)} can be read): {instead}"
     if not _matching(top, ["model*.safetensors"]):
+        if adapter_refusal(names) is None:
+            return (
+                "holds an adapter and no model; name it in your models.toml, adapter = { repo = ... }, "
+                "and put that name behind a model's: MODEL+ADAPTER"
+            )
         if _matching(names, [*PICKLES, *("*/" + pattern for pattern in PICKLES)]):
             return (
                 "has its weights as pickles, which can run code when they are read; "
