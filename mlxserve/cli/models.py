@@ -6,7 +6,6 @@ import typer
 
 from mlxserve.cli import console, logs
 from mlxserve.cli.options import Json
-from mlxserve.errors import ConfigError
 
 if TYPE_CHECKING:
     from mlxserve.engine.library import Library
@@ -22,7 +21,7 @@ def open_library() -> "Library":
 
 
 def list_models(
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only names that begin with it.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Only names that begin with it.")] = None,
     json: Json = False,
 ) -> None:
     """List the models of this machine. Example: mlxserve list --json"""
@@ -52,7 +51,7 @@ def show(
 ) -> None:
     """Show what is known of a model. Example: mlxserve show qwen3-4b --fit"""
     if sum((fit, template, license, parameters, system)) > 1:
-        raise ConfigError("choose one of --fit, --template, --license, --parameters and --system")
+        raise typer.BadParameter("choose one of --fit, --template, --license, --parameters and --system")
     console.make_stdout_lenient()
     library = open_library()
     from mlxserve.cli import model_view

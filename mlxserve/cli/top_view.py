@@ -28,6 +28,8 @@ STATE_WIDTH = 10
 MIN_TEXT_WIDTH = 8
 NUMBER_WIDTHS = {"total": 7, "TTFT": 7, "prompt": 6, "cached": 6, "out": 5}
 """Of a request, and the columns of the terminal that each takes."""
+LESS_IMPORTANT = ("cached", "prompt", "preempted", "out", "total", "TTFT")
+"""Numbers that a narrow terminal has no room for, in the order in which they go."""
 PERCENTILES = (50, 95, 99)
 
 Json = dict[str, Any]
@@ -149,8 +151,15 @@ def requests_table(rows: Sequence[Json], width: int, *, with_model: bool = False
     """One line each, in a terminal of so many columns. What the numbers leave of them, ids, models and bars share."""
     numbers = NUMBER_WIDTHS | ({"preempted": 9} if any(row["num_preemptions"] for row in rows) else {})
     num_texts = 3 if with_model else 2
+
     # Each column has one of space behind it.
-    room = width - STATE_WIDTH - sum(numbers.values()) - len(numbers) - num_texts
+    def room_beside() -> int:
+        return width - STATE_WIDTH - sum(numbers.values()) - len(numbers) - num_texts
+
+    for name in LESS_IMPORTANT:
+        if room_beside() < num_texts * MIN_TEXT_WIDTH:
+            numbers.pop(name, None)
+    room = room_beside()
     share = max(room // num_texts, MIN_TEXT_WIDTH)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("request", *(("model",) if with_model else ()), "state", "stages"):
@@ -158,16 +167,20 @@ def requests_table(rows: Sequence[Json], width: int, *, with_model: bool = False
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        counts = [row["num_prompt_tokens"], row["num_cached_tokens"], row["num_generated_tokens"]]
+        cells = {
+            "total": milliseconds(row["total"]),
+            "TTFT": "-" if row["ttft"] is None else milliseconds(row["ttft"]),
+            "prompt": str(row["num_prompt_tokens"]),
+            "cached": str(row["num_cached_tokens"]),
+            "out": str(row["num_generated_tokens"]),
+            "preempted": str(row["num_preemptions"] or ""),
+        }
         table.add_row(
             escape(_shortened(_printable(row["id"]), min(share, ID_WIDTH))),
             *((escape(_shortened(_printable(row["model"]), min(share, MODEL_WIDTH))),) if with_model else ()),
             escape(_printable(row["outcome"] or row["state"] if row["state"] == "done" else row["state"])),
             stage_bar(row["stages"], min(share, BAR_WIDTH)),
-            milliseconds(row["total"]),
-            "-" if row["ttft"] is None else milliseconds(row["ttft"]),
-            *map(str, counts),
-            *((str(row["num_preemptions"] or ""),) if "preempted" in numbers else ()),
+            *(cells[name] for name in numbers),
         )
     return table
 
