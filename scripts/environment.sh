@@ -13,8 +13,10 @@ fail() {
 }
 
 fail_install() {
-    fail "the packages could not be installed; the lines above are pip's. It needs a network, or an index of packages that" \
-        "it can reach: PIP_INDEX_URL names one, HTTPS_PROXY a proxy. Start this again then; it goes on where it stopped"
+    local code=$?
+    echo "Error: the packages could not be installed; the lines above are pip's. It needs a network, or an index of packages that \
+it can reach: PIP_INDEX_URL names one, HTTPS_PROXY a proxy. Start this again then; it goes on where it stopped" >&2
+    exit "$code"
 }
 
 is_new_enough() {

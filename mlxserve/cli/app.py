@@ -1,5 +1,6 @@
 """The command line: its commands, and how failures are shown."""
 
+import errno
 import logging
 import os
 import sys
@@ -94,7 +95,7 @@ def main() -> None:
     except MlxserveError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(f"standard output cannot be written: {error.strerror}" if console.is_stdout_broken() else str(error))
+        _fail(_os_error(error))
     except Exception as error:
         _fail(f"{type(error).__name__}: {error}. This is a fault of mlxserve; MLXSERVE_DEBUG=1 shows where.")
 
@@ -112,6 +113,14 @@ def _run() -> NoReturn:
             sys.stdout.flush()
         raise
     raise AssertionError("typer exits")
+
+
+def _os_error(error: OSError) -> str:
+    if console.is_stdout_broken():
+        return f"standard output cannot be written: {error.strerror}"
+    if error.errno == errno.ENOSPC and error.filename is None:
+        return f"standard output or a file cannot be written: {error.strerror}"
+    return str(error)
 
 
 def _fail(message: str) -> None:

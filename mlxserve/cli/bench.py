@@ -39,10 +39,7 @@ def _bench(
     threads: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, one run.")] = False,
 ) -> None:
-    """Measure a server. docs/cli.md has every flag and workload.
-
-    Example: mlxserve bench --workload mixed --output ./m
-    """
+    """Measure a server; docs/cli.md has the rest. Example: mlxserve bench --quick"""
     if context.invoked_subcommand is not None:
         return
     from mlxserve.bench import command, plan

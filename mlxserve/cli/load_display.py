@@ -17,8 +17,8 @@ TELL_SECONDS = 5.0
 
 
 class LoadDisplay:
-    """A spinner, and a bar for a download; where stderr is no terminal, a line if it takes long, and one for each tenth of
-    a download."""
+    """A spinner, and a bar for a download; where stderr is no terminal, a line if it takes long, and one for each
+    tenth of a download."""
 
     def __init__(self) -> None:
         self._name = ""

@@ -68,9 +68,9 @@ def run(
     port: Port = None,
     local: Annotated[bool, typer.Option("--local", help="Never use a running server.")] = False,
 ) -> None:
-    """Answer PROMPT, with piped input before it; without both, converse. MODEL is a
-    name of `mlxserve list`, org/name of the hub, a folder or a .gguf file.
-    docs/cli.md has every flag.
+    """Answer PROMPT, or converse without one. What is piped in goes before PROMPT.
+    MODEL is a name of `mlxserve list`, org/name of the hub, a folder or a .gguf
+    file. docs/cli.md has every flag.
 
     Example: git diff | mlxserve run qwen3-4b 'Write a commit message'
     """

@@ -18,6 +18,7 @@ STAGES = {
 }
 """Each stage's colour, and the letter its part of a bar is made of: a pipe has no colours."""
 BAR_WIDTH = 24
+MIN_BAR_WIDTH = 4
 RATE_SECONDS = 5.0
 """Rates are over the latest steps, this far back at most."""
 MIN_REQUESTS = 3
@@ -61,7 +62,7 @@ def _model_lines(steps: Json, console: Console, room: int) -> list[Text]:
         return [Text("no model is loaded")]
     texts: list[Text] = []
     for index, model in enumerate(models):
-        text = model_line(model, steps["now"])
+        text = model_line(model, steps["now"], console.width)
         room -= _num_lines(text, console)
         num_left = len(models) - index
         if texts and room < (1 if num_left > 1 else 0):
@@ -79,8 +80,8 @@ def _num_models(rows: Sequence[Json]) -> int:
     return len({row["model"] for row in rows})
 
 
-def model_line(model: Json, now: float) -> Text:
-    """Queue, rates of the latest steps, and the block pool of one model."""
+def model_line(model: Json, now: float, width: int) -> Text:
+    """Queue, rates of the latest steps, and the block pool of one model; that whole on a line of so many columns."""
     recent = [step for step in model["steps"] if now - step["time"] <= RATE_SECONDS]
     text = Text()
     text.append(f"{_printable(model['model'])}  ", style="bold")
@@ -99,15 +100,19 @@ def model_line(model: Json, now: float) -> Text:
     blocks = model["blocks"]
     if blocks["max"]:
         used, cached, largest = blocks["used"], blocks["cached"], blocks["max"]
-        text.append("blocks [")
-        width = BAR_WIDTH
+        before, after = "blocks [", f"] {used} used, {cached} cached of {largest}"
+        bar = min(BAR_WIDTH, max(width - len(before) - len(after), MIN_BAR_WIDTH))
+        if text.cell_len + len(before) + bar + len(after) > width:
+            text.rstrip()
+            text.append("\n")
+        text.append(before)
+        left = bar
         for count, style, letter in ((used, "green", "#"), (cached, "cyan", "=")):
             # What is there shows, however little it is of the whole.
-            cells = min(width, math.ceil(BAR_WIDTH * count / largest))
+            cells = min(left, math.ceil(bar * count / largest))
             text.append(letter * cells, style=style)
-            width -= cells
-        text.append("." * width)
-        text.append(f"] {used} used, {cached} cached of {largest}")
+            left -= cells
+        text.append("." * left + after)
     return text
 
 

@@ -203,7 +203,7 @@ def check_template(template: str) -> None:
         raise InvalidParameter(f"the template is no valid Jinja: {error}", param="template") from error
     if "messages" not in meta.find_undeclared_variables(parsed):
         raise InvalidParameter(
-            "the template does not read `messages`, so that the model would see nothing of a chat; one begins for example "
-            "with {% for message in messages %}",
+            "the template does not read `messages`, so that the model would see nothing of a chat; one begins for "
+            "example with {% for message in messages %}",
             param="template",
         )
