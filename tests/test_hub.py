@@ -150,6 +150,19 @@ def test_a_model_is_pulled_with_its_adapter(server, tmp_path):
     assert "has no adapter_config.json and no adapters.safetensors" in wrong["message"]
 
 
+def test_how_it_fits_is_known_before_a_download(server, tmp_path):
+    fits = {"method": "fit_of_remote", "name": "test/model"}
+    before, listed, _, after = run(server.url, tmp_path, fits, LIST, PULL, {"method": "fit", "name": "test/model"})
+    assert before["result"] == after["result"]
+    assert "test/model" not in [model["name"] for model in listed["result"]]
+    assert before["result"]["weights"] > 0
+    refused, unknown, offline = (
+        run(url, tmp_path, {"method": "fit_of_remote", "name": name})[0]["error"]
+        for url, name in ((server.url, "test/pickles"), (server.url, "test/none"), (closed_url(), "test/model"))
+    )
+    assert (refused, unknown, offline) == ("DownloadError",) * 3
+
+
 def test_what_is_here_is_not_fetched_again(server, tmp_path):
     first = pull(server, tmp_path)
     server.requested.clear()

@@ -6,9 +6,11 @@ import typer
 
 from mlxserve.cli import console, logs
 from mlxserve.cli.options import Json
+from mlxserve.errors import DownloadError, ModelNotFound
 
 if TYPE_CHECKING:
     from mlxserve.engine.library import Library
+    from mlxserve.store.fit import Fit
 
 
 def open_library() -> "Library":
@@ -56,14 +58,14 @@ def show(
     library = open_library()
     from mlxserve.cli import model_view
 
-    found = library.show(model, allow_paths=True)
     if fit:
-        fitting = library.fit(model, allow_paths=True)
+        fitting = _fit(library, model)
         if json:
             model_view.print_json(model_view.fit_as_json(fitting))
         else:
             print(model_view.fit_report(fitting))
         return
+    found = library.show(model, allow_paths=True)
     only: dict[str, Any] = {}
     if template:
         only["template"] = found.template
@@ -79,6 +81,22 @@ def show(
         print(model_view.parameters(found) if parameters else next(iter(only.values())) or "")
     else:
         print(model_view.details(found))
+
+
+def _fit(library: "Library", model: str) -> "Fit":
+    """How a model fits; one that is not here by what the hub says, which a line on stderr tells."""
+    try:
+        return library.fit(model, allow_paths=True)
+    except ModelNotFound as not_here:
+        try:
+            with console.spinner("asking the hub"):
+                found = library.fit_of_remote(model)
+        except ModelNotFound:
+            raise not_here from None
+        except DownloadError as error:
+            raise ModelNotFound(f"{not_here} (the hub was asked for its sizes: {error})", model=model) from error
+    console.notice(f"{model} is not on this machine; this is what the hub says of its files.")
+    return found
 
 
 def search(

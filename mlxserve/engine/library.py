@@ -20,6 +20,7 @@ from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, Location, ModelSource
 from mlxserve.store.registry import Registry, canonical
+from mlxserve.store.remote_facts import read_remote_facts
 from mlxserve.text.capabilities import capabilities
 from mlxserve.text.chat_template import check_template
 
@@ -122,6 +123,19 @@ class Library:
         """How the model of that name fits into this machine's memory. Raises as show()."""
         model = self.show(name, allow_paths=allow_paths)
         return fit(model.facts, this_machine(), model.context_length)
+
+    def fit_of_remote(self, name: str) -> Fit:
+        """The same of a model that is not here, by what the hub says of its files; nothing is kept of that.
+
+        Raises:
+            ModelNotFound: it is no model of the hub, or one with an adapter.
+            DownloadError: the hub does not answer, or has no safetensors there that can be used.
+        """
+        source = self.registry.resolve(name, allow_paths=False)
+        if not isinstance(source.location, HubRepo) or source.adapter is not None:
+            raise ModelNotFound(f"{name} is no model of the hub", model=name)
+        facts = read_remote_facts(source.name, source.location)
+        return fit(facts, this_machine(), min(facts.context_length, source.context_length or facts.context_length))
 
     def remove(self, name: str) -> int:
         """Remove the name, if it is in the user's file, and files from the hub, unless other names need them.
