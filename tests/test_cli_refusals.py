@@ -136,24 +136,29 @@ def test_a_slow_load_is_told_where_there_is_no_spinner(
 
 # --- Ctrl-C
 
+LINGER = """
+import sys, time
+def linger():
+    print("now", flush=True)
+    for _ in range(600):
+        time.sleep(0.1)
+"""
 SLOW_IMPORT = """
 class Slow:
     def find_spec(self, name, path, target=None):
         if name == "mlxserve.cli.app":
-            print("now", flush=True)
-            time.sleep(60)
+            linger()
 sys.meta_path.insert(0, Slow())
 """
 SLOW_END = """
 import atexit
-atexit.register(time.sleep, 60)
-atexit.register(print, "now", flush=True)
+atexit.register(linger)
 """
 
 
 @pytest.mark.parametrize("script", [SLOW_IMPORT, SLOW_END])
 def test_ctrl_c_is_quiet_while_python_imports_and_ends(script: str, environment: dict[str, str]) -> None:
-    code = f"import sys, time\n{script}\nsys.argv = ['mlxserve', '--version']\nfrom mlxserve import entry\nentry.main()"
+    code = f"{LINGER}\n{script}\nsys.argv = ['mlxserve', '--version']\nfrom mlxserve import entry\nentry.main()"
     pipe = subprocess.PIPE
     process = subprocess.Popen([sys.executable, "-c", code], stdout=pipe, stderr=pipe, env=environment)
     assert process.stdout is not None
@@ -177,6 +182,17 @@ def test_a_full_disk_is_told_of(environment: dict[str, str]) -> None:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, env=environment, check=False)
     assert done.returncode == 1
     assert re.fullmatch(rf"Error: standard output cannot be written: {os.strerror(28)}\n", done.stderr.decode())
+
+
+def test_transformers_is_not_to_miss_pytorch(mlxserve: Any) -> None:
+    mlxserve("--version")
+    assert os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] == "1"
+
+
+@pytest.mark.parametrize("words", [("--runs", "0"), ("--workload", "none"), ("--url", "ftp://x"), ("--streams", "a")])
+def test_wrong_flags_of_bench_are_wrong_usage(mlxserve: Any, words: tuple[str, str]) -> None:
+    done = mlxserve("bench", *words)
+    assert (done.returncode, words[1].encode() in done.stderr) == (2, True)
 
 
 def test_parameters_say_which_flags_they_are() -> None:

@@ -360,6 +360,11 @@ def test_commands_against_the_hub(server, tmp_path):
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
+    code, out, err = command("show", "test/model", "--fit")
+    assert (code, err) == (0, "test/model is not on this machine; this is what the hub says of its files.\n")
+    assert out.startswith("  Memory\n")
+    code, _, err = command("show", "test/pickles", "--fit")
+    assert (code, "test/pickles cannot be used" in err) == (1, True)
     assert command("pull", "test/model")[::2] == (0, "downloading test/model: 100 % of 0 MB\nsuccess\n")
     listed = json.loads(command("list", "test", "--json")[1])
     assert [(model["name"], model["size"], model["source"]) for model in listed] == [

@@ -91,10 +91,11 @@ def _fit(library: "Library", model: str) -> "Fit":
         try:
             with console.spinner("asking the hub"):
                 found = library.fit_of_remote(model)
-        except ModelNotFound:
-            raise not_here from None
-        except DownloadError as error:
-            raise ModelNotFound(f"{not_here} (the hub was asked for its sizes: {error})", model=model) from error
+        except (ModelNotFound, DownloadError) as error:
+            # What the hub's client raised is its cause: without an answer there is nothing to add.
+            if isinstance(error, ModelNotFound) or error.__cause__ is not None:
+                raise not_here from None
+            raise
     console.notice(f"{model} is not on this machine; this is what the hub says of its files.")
     return found
 
