@@ -39,7 +39,7 @@ def _bench(
     threads: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, one run.")] = False,
 ) -> None:
-    """Measure a server; docs/cli.md has the rest. Example: mlxserve bench --quick"""
+    """Measure a server. docs/cli.md has the rest. Example: mlxserve bench --quick"""
     if context.invoked_subcommand is not None:
         return
     from mlxserve.bench import command, plan
