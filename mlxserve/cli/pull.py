@@ -10,7 +10,7 @@ from mlxserve.cli.models import open_library
 
 
 def pull(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Alias, org/name[:Q8_0][@revision].")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Alias, org/name[:Q8_0][@revision].")],
 ) -> None:
     """Download models, or bring them up to date; files are verified.
 

@@ -20,6 +20,7 @@ from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, Location, ModelSource
 from mlxserve.store.registry import Registry, canonical
+from mlxserve.store.remote_facts import read_remote_facts
 from mlxserve.text.capabilities import capabilities
 from mlxserve.text.chat_template import check_template
 
@@ -123,6 +124,19 @@ class Library:
         model = self.show(name, allow_paths=allow_paths)
         return fit(model.facts, this_machine(), model.context_length)
 
+    def fit_of_remote(self, name: str) -> Fit:
+        """The same of a model that is not here, by what the hub says of its files; nothing is kept of that.
+
+        Raises:
+            ModelNotFound: it is no model of the hub, or one with an adapter.
+            DownloadError: the hub does not answer, or has no safetensors there that can be used.
+        """
+        source = self.registry.resolve(name, allow_paths=False)
+        if not isinstance(source.location, HubRepo) or source.adapter is not None:
+            raise ModelNotFound(f"{name} is no model of the hub", model=name)
+        facts = read_remote_facts(source.name, source.location)
+        return fit(facts, this_machine(), min(facts.context_length, source.context_length or facts.context_length))
+
     def remove(self, name: str) -> int:
         """Remove the name, if it is in the user's file, and files from the hub, unless other names need them.
 
@@ -135,10 +149,9 @@ class Library:
         own = self.registry.user_aliases
         adapters = self.registry.adapters
         if (alias := canonical(name)) in adapters or alias in own:
-            locations = self.registry.locations(name)
+            files = self.removed_files(name)
             alias_file.remove(self.registry.user_file, alias)
-            used = set().union(*map(self.registry.locations, (*self.registry.aliases, *self.registry.adapters)))
-            return sum(hub.delete(each) for each in locations - used if isinstance(each, HubRepo))
+            return sum(map(hub.delete, files))
         source = self.registry.resolve(name, allow_paths=False)
         location = source.location
         if source.adapter is not None:
@@ -171,14 +184,33 @@ class Library:
             raise ModelNotFound(f"{source.name} is not on this machine; mlxserve list shows what is", model=name)
         return freed
 
+    def removed_files(self, name: str) -> set[HubRepo]:
+        """What remove() deletes from the hub's cache, if it is there: nothing that another name needs, too.
+
+        Raises:
+            ModelNotFound: it is no name of a model or an adapter.
+            ConfigError: a models.toml is wrong.
+        """
+        registry = self.registry
+        files = registry.locations(name)
+        alias = canonical(name)
+        if alias in registry.user_aliases or alias in registry.adapters:
+            files -= set().union(*map(registry.locations, {*registry.aliases, *registry.adapters} - {alias}))
+            # It comes back when the user's entry of the same name is gone.
+            shipped = registry.shipped_aliases.get(alias)
+            files -= set() if shipped is None else {shipped.location}
+        return {each for each in files if isinstance(each, HubRepo)}
+
     def copy(self, source: str, destination: str, *, allow_paths: bool = False) -> StoredModel:
         """Give a model another name, in the user's models.toml; a name that is there is written over.
 
         Raises:
             ModelNotFound: there is no such model here.
-            InvalidParameter: the new name cannot be one.
+            InvalidParameter: the new name cannot be one, or is the old one.
         """
         model = self.show(source, allow_paths=allow_paths)
+        if model.name == canonical(destination):
+            raise InvalidParameter(f"{destination!r} is the name it has already; choose another", param="name")
         return self._write(replace(model.source, name=_new_name(destination)), taken_from=model)
 
     def create(
