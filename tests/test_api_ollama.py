@@ -47,7 +47,8 @@ class TestGenerate:
         assert (last["prompt_eval_count"], last["eval_count"]) == (2, 13)
         assert {name: last[name] for name in DURATIONS} == DURATIONS
         assert bytes(last["context"]) == b"HiHello, world!"
-        assert prompt_of(host) == ChatPrompt(({"role": "user", "content": "Hi"},), reasoning=Reasoning(param="think"))
+        messages = ({"role": "user", "content": "Hi"},)
+        assert prompt_of(host) == ChatPrompt(messages, reasoning=Reasoning(param="think"), param="prompt")
 
     def test_one_object(self, host: FakeHost, http: httpx.Client) -> None:
         reply = http.post("/api/generate", json={"model": "fake", "prompt": "Hi", "stream": False})
