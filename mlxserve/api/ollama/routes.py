@@ -72,7 +72,7 @@ class OllamaRoutes:
         return JSONResponse({"version": COMPATIBLE_VERSION})
 
     async def ps(self, request: Request) -> Response:
-        return JSONResponse({"models": [models.loaded(info) for info in self._host.loaded()]})
+        return JSONResponse({"models": [entry for info in self._host.loaded() for entry in models.loaded(info)]})
 
     async def generate(self, request: Request) -> Response:
         body = await read(request, GenerateRequest, self._max_body_bytes)
