@@ -136,9 +136,10 @@ class TestChat:
         reply = sdk.chat("fake", HELLO, options={"stop": "wor", "seed": 7})
         assert (reply.message.content, reply.done_reason) == ("Hello, ", "stop")
         assert (host.requests[-1].stop, host.requests[-1].sampling.seed) == (("wor",), 7)
+        sdk.chat("fake", HELLO, keep_alive="10000000h")
         parts = list(sdk.chat("fake", HELLO, stream=True, keep_alive=-1))
         assert "".join(part.message.content for part in parts) == "Hello, world!"
-        assert host.keep_alives[-1] == -1
+        assert host.keep_alives == [None, -1, -1]
 
     def test_async_sdk(self, host: FakeHost, address: str) -> None:
         async def talk() -> tuple[str, str]:
