@@ -21,6 +21,7 @@ from mlxserve.api.openai.schema import ChatCompletionRequest, CompletionRequest
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, TokenPrompt, ToolChoice
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import ContextLengthExceeded, InvalidParameter
+from mlxserve.text.chat_template import with_system
 
 USER = [{"role": "user", "content": "Hi"}]
 GREEDY = SamplingParams(temperature=0.0)
@@ -99,6 +100,13 @@ async def test_prompts_go_by_their_fields() -> None:
             with pytest.raises((ContextLengthExceeded, InvalidParameter)) as caught:
                 await served.model.generate(GenerationRequest("r", prompt, GREEDY))
             assert caught.value.param == prompt.param
+
+
+def test_the_clients_messages_are_counted_without_the_models_system() -> None:
+    orphan = {"role": "tool", "content": "3", "tool_call_id": "nobody's"}
+    with pytest.raises(InvalidParameter) as caught:
+        with_system(ChatPrompt((*USER, orphan)), "Be brief.")
+    assert caught.value.param == "messages[1].tool_call_id"
 
 
 @pytest.mark.parametrize("words", [3, 500])

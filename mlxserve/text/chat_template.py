@@ -173,10 +173,16 @@ def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
 
 
 def with_system(prompt: ChatPrompt, system: str | None) -> ChatPrompt:
-    """The prompt with a system message in front, if there is one to put there and none in it."""
+    """The prompt with a system message in front, if there is one to put there and none in it.
+
+    Raises:
+        InvalidParameter: a tool result is for an unknown call.
+    """
     if system is None or any(message.get("role") in ("system", "developer") for message in prompt.messages):
         return prompt
-    return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
+    # Errors count the client's own messages.
+    messages = complete_tool_messages(prompt.messages)
+    return replace(prompt, messages=({"role": "system", "content": system}, *messages))
 
 
 def check_template(template: str) -> None:

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from mlxserve.api.dimensions import shortened
 from mlxserve.api.exchange import Embedded
-from mlxserve.api.ollama.options import Options
+from mlxserve.api.ollama.options import Options, text_or_list
 from mlxserve.api.ollama.schema import KeepAlive, ModelName
 from mlxserve.api.ollama.times import nanoseconds
 from mlxserve.api.wire import WireModel
@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 MAX_INPUTS = 2048
 
 
+Text = Annotated[str, Field(min_length=1)]
+Input = Annotated[
+    Annotated[str, Tag(":text")] | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True), Tag(":list")],
+    Discriminator(text_or_list, "input_type", "Input should be a string or a list of strings"),
+]
+
+
 class EmbedFields(WireModel):
     """What both have in common."""
 
@@ -28,9 +35,7 @@ class EmbedFields(WireModel):
 
 
 class EmbedRequest(EmbedFields):
-    input: (
-        str | Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=MAX_INPUTS, fail_fast=True)] | None
-    ) = None
+    input: Input | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
