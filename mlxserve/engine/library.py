@@ -286,6 +286,14 @@ def _find_adapter(source: ModelSource) -> Adapter | None:
     return read_adapter(path, source.name)
 
 
+def digest_of(source: ModelSource, files_digest: str) -> str:
+    """Of a name for files of that digest: theirs, unless the name changes how they answer."""
+    changes = (source.system, source.template, source.stop, sorted(source.sampling.items()), source.context_length)
+    if changes == (None, None, (), [], None):
+        return files_digest
+    return hashlib.sha256(json.dumps([files_digest, *changes]).encode()).hexdigest()
+
+
 def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> StoredModel:
     template = source.template or facts.chat_template
     parameters: dict[str, Any] = dict(source.sampling)
@@ -313,14 +321,6 @@ def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> 
         facts=facts,
         adapter=adapter,
     )
-
-
-def digest_of(source: ModelSource, files_digest: str) -> str:
-    """Of a name for files of that digest: theirs, unless the name changes how they answer."""
-    changes = (source.system, source.template, source.stop, sorted(source.sampling.items()), source.context_length)
-    if changes == (None, None, (), [], None):
-        return files_digest
-    return hashlib.sha256(json.dumps([files_digest, *changes]).encode()).hexdigest()
 
 
 def _same_files(first: Location, second: HubRepo) -> bool:

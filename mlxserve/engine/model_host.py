@@ -234,14 +234,6 @@ class ModelHost:
             )
         return infos
 
-    def _names(self, entry: Entry[LoadedEngine]) -> tuple[LoadedName, ...]:
-        first, engine = entry.resident.source, entry.model
-        others = [source for name in engine.served if name != first.name and (source := self._find(name)) is not None]
-        return tuple(
-            LoadedName(source.name, engine.describe(source).context_length, digest_of(source, engine.digest))
-            for source in (self._find(first.name) or first, *others)
-        )
-
     def models(self) -> list[ModelInfo]:
         """The loaded models by each name they were asked for, then those that could be loaded without a download."""
         infos = [
@@ -327,6 +319,14 @@ class ModelHost:
     def _entries(self) -> list[Entry[LoadedEngine]]:
         """The models in memory without those on their way out."""
         return [entry for entry in self._cache or () if entry.resident.state is State.LOADED]
+
+    def _names(self, entry: Entry[LoadedEngine]) -> tuple[LoadedName, ...]:
+        first, engine = entry.resident.source, entry.model
+        others = [source for name in engine.served if name != first.name and (source := self._find(name)) is not None]
+        return tuple(
+            LoadedName(source.name, engine.describe(source).context_length, digest_of(source, engine.digest))
+            for source in (self._find(first.name) or first, *others)
+        )
 
     def _served(self, engine: LoadedEngine, source: ModelSource, thread: EngineThread) -> ServedModel:
         served = engine.served.get(source.name)

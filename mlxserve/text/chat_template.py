@@ -180,9 +180,9 @@ def with_system(prompt: ChatPrompt, system: str | None) -> ChatPrompt:
     """
     if system is None or any(message.get("role") in ("system", "developer") for message in prompt.messages):
         return prompt
-    # Errors count the client's own messages.
-    messages = complete_tool_messages(prompt.messages)
-    return replace(prompt, messages=({"role": "system", "content": system}, *messages))
+    # First, since errors count the client's own messages.
+    prompt = replace(prompt, messages=complete_tool_messages(prompt.messages))
+    return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
 
 
 def check_template(template: str) -> None:
