@@ -50,32 +50,52 @@ def config_file() -> Path:
     return config_dir() / "config.toml"
 
 
-_DURATION_UNITS = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
-_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|ms|s|m|h|d)"
+MAX_DURATION = 100 * 365 * 86400.0
+"""Seconds. What is longer is for ever: no clock and no calendar has to take it."""
+_MAX_DURATION_LENGTH = 100
+_DURATION_UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ms": 1e-3,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+    "d": 86400.0,
+}
+_DURATION_PART = r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h|d)"
 _DURATION = re.compile(rf"([+-]?)((?:{_DURATION_PART})+)")
 
 
 def parse_duration(text: str | float) -> float:
     """Seconds: a number of them (300, "300"), or as Go writes durations: "5m", "1h30m", "1.5s", "500ms"; also "d" for
-    days. What is negative means for ever, wherever a duration may be that.
+    days. What is negative means for ever, wherever a duration may be that; beyond MAX_DURATION it is -1.
 
     Raises:
-        ValueError: not such a duration.
+        ValueError: not such a duration, or an infinite one.
     """
+    seconds = _seconds(text)
+    if not math.isfinite(seconds):
+        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
+    return seconds if abs(seconds) <= MAX_DURATION else -1.0
+
+
+def _seconds(text: str | float) -> float:
+    """NaN if it is no duration."""
     if isinstance(text, str):
         text = text.strip().lower()
+        if len(text) > _MAX_DURATION_LENGTH:
+            return math.nan
         if (match := _DURATION.fullmatch(text)) is not None:
             parts = re.findall(_DURATION_PART, match[2])
             seconds = sum(float(number) * _DURATION_UNITS[unit] for number, unit in parts)
             return -seconds if match[1] == "-" else seconds
     try:
         # A boolean is an int to Python, and none to who writes `keep_alive: true`.
-        seconds = math.nan if isinstance(text, bool) else float(text)
-    except (TypeError, ValueError):
-        seconds = math.nan
-    if not math.isfinite(seconds):
-        raise ValueError("a duration is needed: seconds, or as 5m, 1h30m, 500ms; negative means for ever")
-    return seconds
+        return math.nan if isinstance(text, bool) else float(text)
+    except (TypeError, ValueError, OverflowError):
+        return math.nan
 
 
 class Duration(float):

@@ -116,6 +116,8 @@ def create_fake_app(host: FakeHost, config: Any, metrics: Any) -> Any:
     from starlette.responses import PlainTextResponse, Response
     from starlette.routing import Route
 
+    from mlxserve.api.connection import Bodies
+
     async def work(request: Request) -> Response:
         host.num_in_flight += 1
         try:
@@ -125,7 +127,9 @@ def create_fake_app(host: FakeHost, config: Any, metrics: Any) -> Any:
             host.num_in_flight -= 1
         return PlainTextResponse("done")
 
-    return Starlette(routes=[Route("/health", lambda request: PlainTextResponse("ok")), Route("/work", work)])
+    app = Starlette(routes=[Route("/health", lambda request: PlainTextResponse("ok")), Route("/work", work)])
+    app.state.bodies = Bodies()
+    return app
 
 
 def install_fake_engine() -> None:

@@ -97,6 +97,13 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class LoadedName:
+    name: str
+    context_length: int = CONTEXT_LENGTH
+    digest: str = "0f" * 32
+
+
+@dataclass(frozen=True)
 class LoadedInfo:
     name: str
     size: int = 1_000_000
@@ -108,7 +115,13 @@ class LoadedInfo:
     family: str = "fake"
     num_parameters: int = 134_515_008
     quantization: str = "4-bit"
+    format: str = "gguf"
     num_in_flight: int = 0
+    other_names: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[LoadedName, ...]:
+        return tuple(map(LoadedName, (self.name, *self.other_names)))
 
 
 @dataclass(frozen=True)

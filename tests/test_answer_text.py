@@ -21,6 +21,7 @@ from mlxserve.core.generation import (
     TextDelta,
     TextPrompt,
     ToolCallDelta,
+    ToolChoice,
 )
 from mlxserve.core.request import FinishReason
 from mlxserve.core.sampling_params import SamplingParams
@@ -221,8 +222,48 @@ async def test_what_is_held_back_comes_at_the_end(name: str) -> None:
     for max_tokens in range(1, len(script) + 1):
         events = await answer(name, script, max_tokens=max_tokens)
         for kind, part in parts(events):
-            assert whole[kind].startswith(part.rstrip("\ufffd"))
+            assert whole[kind].startswith(part)
         assert finished(events).reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("begun", ["größ", "的", "🎉"])
+@on_loop
+async def test_half_a_character_at_the_end_is_only_left_out_where_a_limit_cut_it(begun: str) -> None:
+    for name, before, kind in (
+        ("plain", "", "content"),
+        ("r1", "", "thoughts"),
+        ("harmony", CALL.partition('"größer')[0] + '"', "call 0"),
+    ):
+        prompt = ChatPrompt(SAID, tools=(TOOL,) if name == "harmony" else ())
+        by_byte = {model(name).token_bytes(token_id): token_id for token_id in range(model(name).vocab_size)}
+        script = [*token_ids(name, before), *(by_byte[bytes([byte])] for byte in begun.encode()[:-1])]
+        cut = parts(await answer(name, script, prompt, max_tokens=len(script)))
+        ended = parts(await answer(name, script, prompt))
+        assert "\ufffd" not in dict(cut).get(kind, "")
+        assert dict(ended)[kind] == dict(cut).get(kind, "") + "\ufffd"
+
+
+CALLS = {
+    "qwen-tools": '<tool_call>\n{"name": "f", "arguments": {"a": "größer"}}\n</tool_call>',
+    "kimi": "<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>"
+    '{"a": "größer"}<|tool_call_end|><|tool_calls_section_end|>',
+    "harmony": CALL,
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@on_loop
+async def test_the_head_of_a_call_that_had_to_come_is_no_content(name: str) -> None:
+    """Wherever a limit cuts it; where the model was free to call, the markup is what it said."""
+    seen: dict[str, set[str]] = {"auto": set(), "required": set()}
+    script = token_ids(name, CALLS[name])
+    for choice in (ToolChoice(), ToolChoice("required")):
+        prompt = ChatPrompt(SAID, tools=(TOOL,), tool_choice=choice, reasoning=Reasoning(enabled=False))
+        for max_tokens in range(1, len(script) + 1):
+            events = await answer(name, script, prompt, max_tokens=max_tokens)
+            seen[choice.mode] |= {kind for kind, _ in parts(events)}
+    assert seen["required"] == {"call 0 name", "call 0"}
+    assert ("content" in seen["auto"]) == (name != "harmony")
 
 
 # --- thinking on and off ---

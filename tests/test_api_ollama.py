@@ -47,7 +47,8 @@ class TestGenerate:
         assert (last["prompt_eval_count"], last["eval_count"]) == (2, 13)
         assert {name: last[name] for name in DURATIONS} == DURATIONS
         assert bytes(last["context"]) == b"HiHello, world!"
-        assert prompt_of(host) == ChatPrompt(({"role": "user", "content": "Hi"},), reasoning=Reasoning(param="think"))
+        messages = ({"role": "user", "content": "Hi"},)
+        assert prompt_of(host) == ChatPrompt(messages, reasoning=Reasoning(param="think"), param="prompt")
 
     def test_one_object(self, host: FakeHost, http: httpx.Client) -> None:
         reply = http.post("/api/generate", json={"model": "fake", "prompt": "Hi", "stream": False})
@@ -135,9 +136,10 @@ class TestChat:
         reply = sdk.chat("fake", HELLO, options={"stop": "wor", "seed": 7})
         assert (reply.message.content, reply.done_reason) == ("Hello, ", "stop")
         assert (host.requests[-1].stop, host.requests[-1].sampling.seed) == (("wor",), 7)
+        sdk.chat("fake", HELLO, keep_alive="10000000h")
         parts = list(sdk.chat("fake", HELLO, stream=True, keep_alive=-1))
         assert "".join(part.message.content for part in parts) == "Hello, world!"
-        assert host.keep_alives[-1] == -1
+        assert host.keep_alives == [None, -1, -1]
 
     def test_async_sdk(self, host: FakeHost, address: str) -> None:
         async def talk() -> tuple[str, str]:

@@ -18,6 +18,7 @@ from ollama import ListResponse, ProcessResponse, ProgressResponse, ShowResponse
 
 from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics
+from mlxserve.api.ollama.times import timestamp
 from mlxserve.config import ServerConfig
 
 
@@ -78,6 +79,16 @@ class TestPs:
         assert (soon["name"], soon["expires_at"]) == ("fake:latest", "2027-01-15T08:00:00.250000000Z")
         assert (soon["size"], soon["size_vram"], soon["context_length"]) == (1_000_000, 1_000_000, 4096)
         assert datetime.fromisoformat(never["expires_at"]) > datetime(2300, 1, 1, tzinfo=UTC)
+
+    def test_every_name_of_a_model_is_listed(self, host: FakeHost, http: httpx.Client) -> None:
+        host.loaded_models = [LoadedInfo("fake", other_names=("mine", "org/fake"))]
+        entries = http.get("/api/ps").json()["models"]
+        assert [entry["name"] for entry in entries] == ["fake:latest", "mine:latest", "org/fake:latest"]
+        assert {entry["details"]["format"] for entry in entries} == {"gguf"}
+
+    @pytest.mark.parametrize("moment", [-(10**30), -1, 10**15, 10**30])
+    def test_no_date_is_too_much(self, moment: int) -> None:
+        assert timestamp(moment * 10**9)[:4] in ("1970", "9999")
 
     def test_nothing_is_loaded(self, host: FakeHost, sdk: ollama.Client) -> None:
         assert sdk.ps().models == []

@@ -104,7 +104,7 @@ class TestRequests:
     def test_suffix(self, host: FakeHost, http: httpx.Client) -> None:
         assert complete(http, prompt=["a", "b"], suffix="c").status_code == 200
         prompts = sorted((request.prompt for request in host.requests), key=str)
-        assert prompts == [InfillPrompt("a", "c"), InfillPrompt("b", "c")]
+        assert prompts == [InfillPrompt("a", "c", "prompt[0]"), InfillPrompt("b", "c", "prompt[1]")]
 
 
 class TestReplies:

@@ -161,13 +161,39 @@ def test_folders_can_be_moved(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
         ("-1", -1.0),
         (-1.5, -1.5),
         ("-1m", -60.0),
+        ("99.9", 99.9),
+        ("36000d", 36000 * 86400.0),
+        # More than a hundred years are for ever.
+        ("36501d", -1.0),
+        (1e18, -1.0),
+        (1e308, -1.0),
+        (-1e308, -1.0),
     ],
 )
 def test_durations(text: str | float, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "5x", "m", "1h-30m", "1h 30", "nan", "inf", float("nan"), True, None, [5], "5m!"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "5x",
+        "m",
+        "1h-30m",
+        "1h 30",
+        "nan",
+        "inf",
+        float("nan"),
+        True,
+        None,
+        [5],
+        "5m!",
+        10**400,
+        "9" * 400 + "h",
+        "1h" * 400,
+    ],
+)
 def test_what_is_no_duration(text: str) -> None:
     with pytest.raises(ValueError, match="a duration is needed"):
         parse_duration(text)

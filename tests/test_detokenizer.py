@@ -72,6 +72,30 @@ def test_an_unfinished_character_ends_as_a_replacement():
     ]
 
 
+@pytest.mark.parametrize("kind", ["byte_level", "sentencepiece"])
+@given(text=st.text(alphabet="aé的🎉 ", min_size=1), length=st.integers(0, 40))
+def test_a_cut_leaves_half_a_character_out(kind, text, length):
+    """Whatever tokens there are; wrong bytes before the cut become replacements as ever."""
+    if kind == "byte_level":
+        ids = [BYTE_TOKENS[bytes([byte])] for byte in text.encode()]
+    else:
+        ids = ids_of(kind, *(f"<0x{byte:02X}>" for byte in text.encode()))
+    detokenizer = IncrementalDetokenizer(TOKENIZERS[kind])
+    given_out = "".join(map(detokenizer.add, ids[:length])) + detokenizer.cut()
+    expected = text.encode()[:length].decode(errors="ignore")
+    assert given_out == (expected if kind == "byte_level" else expected[expected.startswith(" ") :])
+
+
+def test_wrong_bytes_before_a_cut_are_replaced():
+    for kind, ids in (
+        ("byte_level", [BYTE_TOKENS[b"\xff"], BYTE_TOKENS[b"\xe2"]]),
+        ("sentencepiece", ids_of("sentencepiece", "<0xFF>", "<0xE2>")),
+    ):
+        detokenizer = IncrementalDetokenizer(TOKENIZERS[kind])
+        given_out = "".join(map(detokenizer.add, ids)) + detokenizer.cut()
+        assert given_out.startswith("\ufffd")
+
+
 def test_special_and_unknown_tokens_give_no_text_and_do_not_part_a_character():
     first, second = BYTE_TOKENS[b"\xc3"], BYTE_TOKENS[b"\xa9"]
     special, unknown = ids_of("byte_level", "</s>")[0], 10**6

@@ -277,7 +277,13 @@ def test_anthropic_errors_are_the_documented_ones() -> None:
     documented = {
         (status, code(row[1])[0]) for row in table(ANTHROPIC, "## Anthropic errors") for status in row[0].split(", ")
     }
-    every = [errors.QueueFull("m", retry_after=1), HTTPException(403), HTTPException(405), HTTPException(413)]
+    every = [
+        errors.QueueFull("m", retry_after=1),
+        HTTPException(403),
+        HTTPException(405),
+        HTTPException(408),
+        HTTPException(413),
+    ]
     every += [HTTPException(401), HTTPException(415), errors.RequestError("m"), errors.ModelNotFound("m", model="m")]
     every += [errors.EngineError("m"), errors.EngineDead("m"), errors.RequestTimeout("m")]
     found = set()

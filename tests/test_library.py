@@ -1,6 +1,7 @@
 """Names of the user's own: made, copied and removed; and what the files of a model say."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -271,6 +272,16 @@ def test_templates_and_licences_where_they_lie(folder: Path) -> None:
     (folder / "README.md").unlink()
     (folder / "LICENSE.txt").write_text("Do what you like.")
     assert (read_facts(folder, "m").chat_template, read_facts(folder, "m").license) == ("J", "Do what you like.")
+
+
+def test_a_name_has_a_digest_and_a_date_of_its_own(library: Library, user_file: Path, cached: Path) -> None:
+    base = library.show("org/name")
+    library.create("terse", "org/name", system="Be brief.", parameters={"temperature": 0})
+    digests = {base.digest, library.copy("org/name", "mine").digest, library.show("terse").digest}
+    digests.add(library.create("terse", "org/name", system="Be kind.").digest)
+    assert len(digests) == 3
+    os.utime(user_file, (4e9, 4e9))
+    assert [library.show(name).modified for name in ("terse", "mine", "org/name")] == [4e9, 4e9, base.modified]
 
 
 def test_digests_change_with_the_files(folder: Path) -> None:

@@ -65,8 +65,9 @@ def test_without_a_text_the_model_is_loaded(server: Server, given: dict[str, Any
 @pytest.mark.parametrize(
     ("fields", "word"),
     [
-        ({"input": 5}, "input"),
-        ({"input": ["a", 5]}, "input"),
+        ({"input": 5}, "'input'"),
+        ({"input": ["a", 5]}, "'input[1]'"),
+        ({"input": ["a", ""]}, "'input[1]'"),
         ({"input": "a", "dimensions": 9}, "dimensions"),
         ({"input": "a", "truncate": "yes"}, "truncate"),
         ({"input": "a", "options": {"num_ctx": "many"}}, "num_ctx"),

@@ -212,6 +212,10 @@ async def test_names_of_one_location_share_its_engine(build: FakeBuild, registry
         answers = [await read(generation) for generation in generations]
         assert [answer.text for answer in answers] == [expected_text("the cat", 8)] * 2
         assert [(info.name, info.loaded) for info in host.models()][:2] == [("one", True), ("uno", True)]
+        (info,) = host.loaded()
+        one, uno = info.names
+        assert (info.format, one.name, uno.name, uno.context_length) == ("gguf", "one", "uno", 50)
+        assert (one.digest, len(uno.digest)) == (info.digest, 64)
         assert names(host) == ["one"]
     step_ids = [record.step_id for record in recorder.steps]
     assert len(step_ids) == len(set(step_ids)), "a step was counted for each name"

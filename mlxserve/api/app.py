@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from mlxserve.api.anthropic.routes import AnthropicRoutes
+from mlxserve.api.connection import Bodies
 from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
 from mlxserve.api.metrics import Metrics
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Starlette:
     """The app that serves `host`, which the caller starts and closes on the same event loop.
 
-    `metrics` should be the host's observer; it belongs to one app.
+    `metrics` should be the host's observer; it belongs to one app. `app.state.bodies.stop()` is for whoever stops the
+    server.
     """
     metrics.watch(host.stats, host.loaded)
 
@@ -88,6 +90,7 @@ def create_app(host: "ModelHost", config: ServerConfig, metrics: Metrics) -> Sta
             ClientDisconnect: _answer_nobody,
         },
     )
+    app.state.bodies = Bodies()
     # A redirect would send the client to whatever its Host header says.
     app.router.redirect_slashes = False
     return app

@@ -1,5 +1,6 @@
 """Errors of any path, in the shape of the dialect that the path belongs to."""
 
+from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -13,6 +14,13 @@ def error_response(error: Exception, scope: Scope) -> Response:
     path: str = scope["path"]
     if path.startswith("/api/"):
         return ollama.error_response(error)
-    if path == "/v1/messages" or path.startswith("/v1/messages/"):
+    if _is_within(path, "/v1/messages") or (
+        # Two dialects share these: api/models.py.
+        _is_within(path, "/v1/models") and "anthropic-version" in Headers(scope=scope)
+    ):
         return anthropic.error_response(error, scope["state"]["request_id"])
     return openai.error_response(error)
+
+
+def _is_within(path: str, base: str) -> bool:
+    return path == base or path.startswith(f"{base}/")

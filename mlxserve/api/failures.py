@@ -10,6 +10,7 @@ The kinds are OpenAI's.
 | 403    | invalid_request_error | forbidden                                                                  |
 | 404    | not_found_error       | model_not_found, request_not_found, unknown_url                            |
 | 405    | invalid_request_error | method_not_allowed                                                         |
+| 408    | invalid_request_error | body_timeout                                                               |
 | 409    | invalid_request_error | model_in_use                                                               |
 | 413    | invalid_request_error | request_too_large                                                          |
 | 415    | invalid_request_error | unsupported_media_type                                                     |
@@ -62,6 +63,7 @@ _HTTP_KINDS: dict[int, tuple[str, str]] = {
     403: ("invalid_request_error", "forbidden"),
     404: ("not_found_error", "unknown_url"),
     405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "body_timeout"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "unsupported_media_type"),
 }

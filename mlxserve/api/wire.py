@@ -1,6 +1,7 @@
 """What the bodies of requests have in common in all dialects: strict about types, and no field ignored in silence."""
 
 import asyncio
+import json
 from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
@@ -72,7 +73,7 @@ def parse(schema: type[Schema], body: bytes, path: Callable[[Location], str] = b
         # NaN is let through here so that the field that has it can be named.
         content = from_json(body)
     except ValueError as error:
-        raise InvalidParameter(f"The body is not valid JSON: {error}.", code="invalid_json") from error
+        raise InvalidParameter(_unreadable(body, str(error)), code="invalid_json") from error
     if isinstance(content, dict) and len(content) > MAX_FIELDS:
         raise InvalidParameter(
             f"The body has {len(content)} fields; no request has that many.", code="unknown_parameter"
@@ -83,11 +84,30 @@ def parse(schema: type[Schema], body: bytes, path: Callable[[Location], str] = b
         raise _invalid_parameter(error, path) from error
 
 
+def _unreadable(body: bytes, reason: str) -> str:
+    """What is wrong with a body that cannot be read, which may be JSON by the letter. `reason`: the reader's."""
+    if reason.startswith("number out of range"):
+        return "The body has a number of thousands of digits; no field takes one."
+    if reason.startswith("recursion limit"):
+        return "The body has more than 200 levels of lists and objects within one another; no field takes them."
+    if "surrogate" in reason or "hex escape" in reason:
+        try:
+            json.loads(body, parse_int=float)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            return (
+                "The body has half of a surrogate pair, a \\ud800 to \\udfff without its other half, which is no "
+                "character; send whole ones."
+            )
+    return f"The body is not valid JSON: {reason}."
+
+
 def _invalid_parameter(error: ValidationError, path: Callable[[Location], str]) -> InvalidParameter:
     """The first thing pydantic found wrong, with the path of its field."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     kind, location = first["type"], path(first["loc"])
-    if not location:
+    if not first["loc"]:
         return InvalidParameter("The body must be a JSON object.", code="invalid_type")
     fallback = "invalid_type" if kind.endswith("_type") else "invalid_value"
     match kind:

@@ -206,9 +206,10 @@ async def _serve(
         if await signals.interrupts(asyncio.create_task(_load(host, registry, models, engine_config.draft_model))):
             logger.info("stopped while a model was loading")
             console.leave(0)
+        app = create_app(host, server_config, metrics)
         server = HttpServer(
             uvicorn.Config(
-                create_app(host, server_config, metrics),
+                app,
                 log_config=None,
                 access_log=False,
                 server_header=False,
@@ -222,6 +223,7 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=listeners))
         if await signals.interrupts(serving):
             server.stop()
+            app.state.bodies.stop()
             await _drain(host, server_config.shutdown_timeout)
             await serving
             logger.info("stopped")

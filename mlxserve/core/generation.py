@@ -49,6 +49,10 @@ class ChatPrompt:
     reasoning: Reasoning = Reasoning()
     context: tuple[int, ...] = ()
     """Token ids of an earlier prompt and its answer, which stand before the messages."""
+    param: str = "messages"
+    """The client's field of the messages, for errors."""
+    tool_params: tuple[str, ...] = ()
+    """The client's fields of the tools' parameters, for errors; empty: tools[0].function.parameters and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +113,8 @@ class GenerationRequest:
     cache_salt: str | None = None
     context_length: int | None = None
     """Tokens that prompt and answer may have together; None, or more than the model's: the model's."""
+    context_length_param: str | None = None
+    """The client's field of it, for errors."""
     grammar: Grammar | None = None
     """What the answer must be."""
     speculation: Speculation | None = None

@@ -26,11 +26,17 @@ class AnswerText:
     """
 
     def __init__(
-        self, detokenizer: IncrementalDetokenizer, stop: tuple[str, ...], parser: OutputParser | None = None
+        self,
+        detokenizer: IncrementalDetokenizer,
+        stop: tuple[str, ...],
+        parser: OutputParser | None = None,
+        *,
+        must_call: bool = False,
     ) -> None:
-        """Without `parser` all of the text is content."""
+        """Without `parser` all of the text is content. `must_call`: nothing is but thoughts and calls."""
         self._detokenizer = detokenizer
         self._parser = parser
+        self._must_call = must_call
         self._stop = stop
         self._stop_strings = StopStringMatcher(stop)
         self._spans = TokenSpans()
@@ -54,14 +60,21 @@ class AnswerText:
             self._spans.add(token, text)
             self._add_pieces(self._parser.push(text), is_free=is_free)
 
-    def finish(self) -> None:
-        """Give out what is held back: no token follows."""
-        text = self._detokenizer.finish()
+    def finish(self, *, is_cut: bool = False) -> None:
+        """Give out what is held back: no token follows.
+
+        `is_cut`: the answer might have gone on. Half a character at its end is left out, and so is the head of a call
+        where nothing but calls may come: it is markup.
+        """
+        text = self._detokenizer.cut() if is_cut else self._detokenizer.finish()
         if self._parser is None:
             self._add_content(text, [], is_free=False)
         else:
             self._spans.add_text(text)
-            self._add_pieces([*self._parser.push(text), *self._parser.finish()], is_free=False)
+            pieces = [*self._parser.push(text), *self._parser.finish()]
+            if is_cut and self._must_call:
+                pieces = [piece for piece in pieces if not isinstance(piece, Content)]
+            self._add_pieces(pieces, is_free=False)
             self._add_marker(self._spans.take_all(), self._last)
         if self.stop_string is None:
             self._end_content()

@@ -183,7 +183,7 @@ class Generation:
                 self._ready.append(Embedding(normalised(output.embedding)))
             reason = output.finish_reason
             if reason is not None and text.stop_string is None:
-                text.finish()
+                text.finish(is_cut=reason is FinishReason.LENGTH)
             if text.stop_string is not None:
                 if reason is None:
                     self._abort(FinishReason.STOP)

@@ -4,6 +4,8 @@ One store with other MLX tools: names of the user's models.toml and the shipped 
 and paths. All methods block, on disks and networks: call them from a thread.
 """
 
+import hashlib
+import json
 import logging
 import threading
 from dataclasses import dataclass, field, replace
@@ -38,9 +40,9 @@ class StoredModel:
     size: int
     """Bytes on disk, its adapter's included."""
     modified: float
-    """Unix time."""
+    """Unix time: of its files, or of the user's models.toml where its name is one of that and the file is newer."""
     digest: str
-    """64 hexadecimal digits, other ones for other files."""
+    """64 hexadecimal digits, other ones for other files, and for what a name changes of how they answer."""
     format: str
     """gguf or safetensors."""
     architecture: str
@@ -85,7 +87,7 @@ class Library:
                     continue
                 if path not in read:
                     read[path] = read_facts(path, source.name)
-                found.append(_stored(source, read[path], _find_adapter(source)))
+                found.append(self._stored(source, read[path], _find_adapter(source)))
             except ModelError as error:
                 logger.warning("left out of the list: %s: %s", source.name, error)
         return found
@@ -117,7 +119,7 @@ class Library:
         require_readable(facts, source.name)
         if source.adapter_source is not None:
             hub.fetch(source.adapter_source, progress, cancelled)
-        return _stored(source, facts, _find_adapter(source))
+        return self._stored(source, facts, _find_adapter(source))
 
     def fit(self, name: str, *, allow_paths: bool = False) -> Fit:
         """How the model of that name fits into this machine's memory. Raises as show()."""
@@ -254,7 +256,7 @@ class Library:
         if source.name == taken_from.source.name and source.name not in self.registry.user_aliases:
             raise InvalidParameter(f"{source.name!r} is the name of the model itself; choose another", param="name")
         alias_file.put(self.registry.user_file, source)
-        return _stored(source, taken_from.facts, taken_from.adapter)
+        return self._stored(source, taken_from.facts, taken_from.adapter)
 
     def _read(self, source: ModelSource) -> StoredModel:
         path = hub.find_local(source)
@@ -263,7 +265,14 @@ class Library:
             if not isinstance(source.location, HubRepo):
                 hint = f"it should be {source.location}"
             raise ModelNotFound(f"{source.name} is not on this machine; {hint}", model=source.name)
-        return _stored(source, read_facts(path, source.name), _find_adapter(source))
+        return self._stored(source, read_facts(path, source.name), _find_adapter(source))
+
+    def _stored(self, source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> StoredModel:
+        model = _stored(source, facts, adapter)
+        if source.name not in self.registry.user_aliases:
+            return model
+        # What is in the file may have been written there at any time up to its last change.
+        return replace(model, modified=max(model.modified, self.registry.user_file_modified))
 
 
 def _find_adapter(source: ModelSource) -> Adapter | None:
@@ -277,6 +286,14 @@ def _find_adapter(source: ModelSource) -> Adapter | None:
     return read_adapter(path, source.name)
 
 
+def digest_of(source: ModelSource, files_digest: str) -> str:
+    """Of a name for files of that digest: theirs, unless the name changes how they answer."""
+    changes = (source.system, source.template, source.stop, sorted(source.sampling.items()), source.context_length)
+    if changes == (None, None, (), [], None):
+        return files_digest
+    return hashlib.sha256(json.dumps([files_digest, *changes]).encode()).hexdigest()
+
+
 def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> StoredModel:
     template = source.template or facts.chat_template
     parameters: dict[str, Any] = dict(source.sampling)
@@ -288,7 +305,7 @@ def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> 
         path=facts.path,
         size=facts.size if adapter is None else facts.size + adapter.size,
         modified=facts.modified if adapter is None else max(facts.modified, adapter.modified),
-        digest=facts.digest if adapter is None else adapter.digest_on(facts.digest),
+        digest=digest_of(source, facts.digest if adapter is None else adapter.digest_on(facts.digest)),
         format=facts.format,
         architecture=facts.architecture,
         family=facts.architecture,

@@ -323,6 +323,7 @@ class Loading:
             capabilities=capabilities(tokenizer.tool_template, tokenizer.has_token),
             system=source.system,
             stop=source.stop,
+            format="safetensors" if plan.path.is_dir() else "gguf",
         )
         return LoadedEngine(
             handle,

@@ -29,6 +29,8 @@ class ModelDescription:
     """As text/capabilities.py names them."""
     system: str | None = None
     """System message of a chat that has none."""
+    format: str = "safetensors"
+    """Of its files: gguf or safetensors."""
     stop: tuple[str, ...] = ()
     """Stop strings of a request that names none."""
 

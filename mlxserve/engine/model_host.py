@@ -12,7 +12,7 @@ from mlxserve.engine import build
 from mlxserve.engine.engine_thread import EngineThread
 from mlxserve.engine.journal import Journal
 from mlxserve.engine.kv_disk import KVDisk, open_kv_disk
-from mlxserve.engine.library import Library
+from mlxserve.engine.library import Library, digest_of
 from mlxserve.engine.loading import LoadedEngine, Loading
 from mlxserve.engine.model_cache import Entry, ModelCache
 from mlxserve.engine.residency import Residency, State
@@ -40,6 +40,16 @@ class ModelInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadedName:
+    """A name that a model in memory was asked for by."""
+
+    name: str
+    context_length: int
+    digest: str
+    """As Library has it for this name."""
+
+
+@dataclass(frozen=True, slots=True)
 class LoadedInfo:
     """A model in memory."""
 
@@ -58,7 +68,11 @@ class LoadedInfo:
     family: str
     num_parameters: int
     quantization: str
+    format: str
+    """gguf or safetensors."""
     num_in_flight: int
+    names: tuple[LoadedName, ...]
+    """The one it was loaded under first, then the others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +227,9 @@ class ModelHost:
                     family=description.architecture,
                     num_parameters=description.num_parameters,
                     quantization=description.quantization,
+                    format=description.format,
                     num_in_flight=engine.num_in_flight,
+                    names=self._names(entry),
                 )
             )
         return infos
@@ -303,6 +319,14 @@ class ModelHost:
     def _entries(self) -> list[Entry[LoadedEngine]]:
         """The models in memory without those on their way out."""
         return [entry for entry in self._cache or () if entry.resident.state is State.LOADED]
+
+    def _names(self, entry: Entry[LoadedEngine]) -> tuple[LoadedName, ...]:
+        first, engine = entry.resident.source, entry.model
+        others = [source for name in engine.served if name != first.name and (source := self._find(name)) is not None]
+        return tuple(
+            LoadedName(source.name, engine.describe(source).context_length, digest_of(source, engine.digest))
+            for source in (self._find(first.name) or first, *others)
+        )
 
     def _served(self, engine: LoadedEngine, source: ModelSource, thread: EngineThread) -> ServedModel:
         served = engine.served.get(source.name)

@@ -4,7 +4,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mlxserve.core.constraint import TokenConstraint
+from mlxserve.core.constraint import Grammar, TokenConstraint
 from mlxserve.core.generation import ChatPrompt, GenerationRequest, InfillPrompt, Prompt
 from mlxserve.engine.answer_text import AnswerText
 from mlxserve.engine.model_description import ModelDescription
@@ -15,9 +15,11 @@ from mlxserve.text.chat_template import encode_prompt, with_system
 from mlxserve.text.detokenizer import IncrementalDetokenizer
 from mlxserve.text.grammar import GrammarCompiler
 from mlxserve.text.infill import infill_end_ids
+from mlxserve.text.opening import Opening
 from mlxserve.text.output import OutputParser
+from mlxserve.text.token_constraint import GrammarConstraint
 from mlxserve.text.tokenizer import Tokenizer
-from mlxserve.text.tool_calls import answer_grammar, check_tools, find_tool_format
+from mlxserve.text.tool_calls import ToolFormat, answer_grammar, check_tools, find_tool_format
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +77,27 @@ class PromptReader:
                     f"'{param}' goes on past the end that '{grammar.param}' gives the answer; send one of them",
                     param=param,
                 )
-        constraint = self._grammars.compile(grammar, opening)
+        constraint = self._compile(grammar, prompt, opening)
         constraints = [constraint, *(constraint.copy() for _ in range(num_samples - 1))]
         return Prepared(prompt_ids, constraints, parsers)
+
+    def _compile(self, grammar: Grammar, prompt: Prompt, opening: Opening | None) -> GrammarConstraint:
+        try:
+            return self._grammars.compile(grammar, opening)
+        except InvalidParameter:
+            if isinstance(prompt, ChatPrompt) and self._tool_format is not None and grammar.kind == "lark":
+                self._check_each_tool(prompt, self._tool_format)
+            raise
+
+    def _check_each_tool(self, prompt: ChatPrompt, tool_format: ToolFormat) -> None:
+        """Raise InvalidParameter of the tool at fault, if it is one alone."""
+        for grammar, tool in tool_format.single_grammars(prompt.tools, prompt.tool_choice, prompt.tool_params):
+            try:
+                self._grammars.compile(grammar)
+            except InvalidParameter:
+                # The same fault in the client's own words, without what stands around its schema.
+                self._grammars.compile(Grammar("json_schema", {"type": "object", **tool.parameters}, tool.param))
+                raise
 
     def _read_embedded(self, request: GenerationRequest) -> list[int]:
         """The token ids of a text that an embedding is wanted of."""
@@ -108,7 +128,9 @@ class PromptReader:
     def answer_text(self, request: GenerationRequest, parser: OutputParser | None) -> AnswerText:
         """What makes text of an answer's tokens; `parser`: the one of Prepared."""
         kept_ids: frozenset[int] = frozenset()
+        must_call = False
         if parser is not None and isinstance(request.prompt, ChatPrompt):
             kept_ids = self._answer_format.kept_ids(request.prompt)
+            must_call = request.prompt.tool_choice.mode == "required"
         detokenizer = IncrementalDetokenizer(self._tokenizer, kept_ids)
-        return AnswerText(detokenizer, request.stop or self._description.stop, parser)
+        return AnswerText(detokenizer, request.stop or self._description.stop, parser, must_call=must_call)

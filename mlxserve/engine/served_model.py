@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.generation import (
-    ChatPrompt,
     GenerationRequest,
     Prompt,
     Timings,
@@ -153,11 +152,14 @@ class ServedModel:
         self._check_alive()
         self._check_queue(num_samples)
         self._check_token_ids(request.sampling)
-        loop = asyncio.get_running_loop()
         # Counted from here on: a burst must not tokenise a thousand prompts to refuse them afterwards.
         self._handle.num_arriving += num_samples
         try:
-            prepared = await loop.run_in_executor(self._executor, self._reader.read, request, num_samples, timeline)
+            prepared = await self._prepare(request, num_samples, timeline)
+        except ContextLengthExceeded as error:
+            if request.context_length is not None and request.context_length < self.context_length:
+                error.param = request.context_length_param or error.param
+            raise
         finally:
             self._handle.num_arriving -= num_samples
         self._check_alive()
@@ -167,6 +169,17 @@ class ServedModel:
         for request_id in ids:
             if request_id in self._handle.request_ids:
                 raise InvalidParameter(f"a request with the id {request_id!r} is in flight", param="request_id")
+        timeline.tokenised = time.monotonic()
+        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
+        return [
+            self._submit(request, request_id, prepared, index, seed, timeline) for index, request_id in enumerate(ids)
+        ]
+
+    async def _prepare(self, request: GenerationRequest, num_samples: int, timeline: Timeline) -> Prepared:
+        """What PromptReader.read() gives, for a prompt that fits. Raises as it, and ContextLengthExceeded."""
+        prepared = await asyncio.get_running_loop().run_in_executor(
+            self._executor, self._reader.read, request, num_samples, timeline
+        )
         num_prompt_tokens, limit = len(prepared.prompt_ids), self.description.limit_of(request)
         if num_prompt_tokens + (not request.wants_embedding) > limit:
             room = "does not fit into" if request.wants_embedding else "leaves no room for an answer within"
@@ -175,13 +188,9 @@ class ServedModel:
                 "shorten it",
                 num_tokens=num_prompt_tokens,
                 limit=limit,
-                param="messages" if isinstance(request.prompt, ChatPrompt) else request.prompt.param,
+                param=request.prompt.param,
             )
-        timeline.tokenised = time.monotonic()
-        seed = request.sampling.seed if request.sampling.seed is not None else secrets.randbits(64)
-        return [
-            self._submit(request, request_id, prepared, index, seed, timeline) for index, request_id in enumerate(ids)
-        ]
+        return prepared
 
     def _submit(
         self,

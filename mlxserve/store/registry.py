@@ -55,6 +55,12 @@ class Registry:
         return self._user_file_aliases.models
 
     @property
+    def user_file_modified(self) -> float:
+        """Unix time; 0 while there is none."""
+        state = _state(self.user_file)
+        return 0.0 if state is None else state[0] / 1e9
+
+    @property
     def adapters(self) -> dict[str, Location]:
         """The user's adapters by alias, to be put behind the name of a base. Raises ConfigError as `aliases`."""
         return self._user_file_aliases.adapters

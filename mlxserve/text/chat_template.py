@@ -32,13 +32,13 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
     `template_kwargs` of the same names win.
 
     Raises:
-        InvalidParameter: there is no template, it refuses these messages (`param` is "messages"), a tool result is for
-            an unknown call, a template argument has a name that is not the client's to set, or the model cannot think
-            as asked (`param` is the reasoning's).
+        InvalidParameter: there is no template, it refuses these messages (`param` is the prompt's), a tool result is
+            for an unknown call, a template argument has a name that is not the client's to set, or the model cannot
+            think as asked (`param` is the reasoning's).
     """
     if not tokenizer.has_chat_template:
         raise InvalidParameter(
-            "this model has no chat template; send it text through the completions endpoint", param="messages"
+            "this model has no chat template; send it text through the completions endpoint", param=prompt.param
         )
     _check_template_kwargs(tokenizer, prompt)
     prompt = replace(
@@ -65,7 +65,7 @@ def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
         if len(reason) > MAX_ERROR_LENGTH:
             reason = reason[:MAX_ERROR_LENGTH] + "..."
         raise InvalidParameter(
-            f"the model's chat template does not accept these messages: {reason}", param="messages"
+            f"the model's chat template does not accept these messages: {reason}", param=prompt.param
         ) from error
     if thinking.is_off(prompt.reasoning) and not continues and not arguments.keys() & prompt.template_kwargs.keys():
         return thinking.without_thoughts(text, template, tokenizer.has_token)
@@ -102,11 +102,11 @@ def encode_prompt(
     match prompt:
         case ChatPrompt():
             # Every template puts a token around a message at least; rendering a hundred thousand takes seconds.
-            _check_bound(len(prompt.messages), context_length, param="messages")
+            _check_bound(len(prompt.messages), context_length, param=prompt.param)
             text = render(tokenizer, prompt)
             if on_rendered is not None:
                 on_rendered(text)
-            ids = _encode(tokenizer, text, context_length, add_special_tokens=False, param="messages")
+            ids = _encode(tokenizer, text, context_length, add_special_tokens=False, param=prompt.param)
             if prompt.context:
                 ids = _after_context(tokenizer, prompt.context, ids)
         case TextPrompt():
@@ -118,8 +118,7 @@ def encode_prompt(
             _check_bound(num_least, context_length, param=prompt.param)
             ids = encode_infill(tokenizer, prompt)
     if not ids:
-        param = "messages" if isinstance(prompt, ChatPrompt) else prompt.param
-        raise InvalidParameter("the prompt is empty; give it some text", param=param)
+        raise InvalidParameter("the prompt is empty; give it some text", param=prompt.param)
     return ids
 
 
@@ -174,9 +173,15 @@ def _check_template_kwargs(tokenizer: Tokenizer, prompt: ChatPrompt) -> None:
 
 
 def with_system(prompt: ChatPrompt, system: str | None) -> ChatPrompt:
-    """The prompt with a system message in front, if there is one to put there and none in it."""
+    """The prompt with a system message in front, if there is one to put there and none in it.
+
+    Raises:
+        InvalidParameter: a tool result is for an unknown call.
+    """
     if system is None or any(message.get("role") in ("system", "developer") for message in prompt.messages):
         return prompt
+    # First, since errors count the client's own messages.
+    prompt = replace(prompt, messages=complete_tool_messages(prompt.messages))
     return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
 
 

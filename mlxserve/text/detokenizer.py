@@ -39,11 +39,15 @@ class IncrementalDetokenizer:
         """Return what was held back: no token follows."""
         return self._strip(self._end_byte_run() + self._utf8.decode(b"", final=True))
 
-    def _end_byte_run(self) -> str:
+    def cut(self) -> str:
+        """As finish(), of an answer that was cut off: bytes that only begin a character are left out."""
+        return self._strip(self._end_byte_run(is_cut=True))
+
+    def _end_byte_run(self, *, is_cut: bool = False) -> str:
         run = bytes(self._byte_run)
         self._byte_run.clear()
         try:
-            return run.decode()
+            return codecs.utf_8_decode(run, "strict", not is_cut)[0]
         except UnicodeDecodeError:
             return "\ufffd" * len(run)
 

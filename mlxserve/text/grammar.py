@@ -80,7 +80,7 @@ class GrammarCompiler:
         # The first mask does what the compiler put off, and shows whether there is any text.
         failure = constraint.failure_at_start()
         if failure is not None:
-            raise InvalidParameter(f"Invalid '{grammar.param}': {_explained(failure)}.", param=grammar.param)
+            raise InvalidParameter(f"Invalid '{grammar.param}': {_explained(failure, grammar)}.", param=grammar.param)
         return constraint
 
 
@@ -144,7 +144,11 @@ def _check_length(text: str, limit: int = MAX_GRAMMAR_LENGTH) -> None:
         raise grammar_text.UnsupportedGrammar(f"it has {len(text)} characters; {limit} are allowed")
 
 
-def _explained(failure: str) -> str:
+def _explained(failure: str, grammar: Grammar) -> str:
+    if grammar.kind == "lark":
+        # Where it stands in a grammar that the client has never seen says nothing.
+        failure = re.sub(r"^at \d+\(\d+\): |failed to compile JSON schema: ", "", failure).partition(" | ")[0]
+        failure = failure.partition(" ... ")[0]
     if failure.startswith("oneOf constraints"):
         return "oneOf is supported where its schemas exclude one another by a type or a constant property"
     return failure.rstrip(".")

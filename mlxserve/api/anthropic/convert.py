@@ -57,6 +57,7 @@ def chat_prompt(body: PromptFields) -> ChatPrompt:
     return ChatPrompt(
         messages=tuple(messages),
         tools=tuple(_template_tool(tool) for tool in body.tools or ()),
+        tool_params=tuple(f"tools.{index}.input_schema" for index in range(len(body.tools or ()))),
         tool_choice=_tool_choice(body),
         reasoning=_reasoning(body),
     )

@@ -2,7 +2,7 @@
 
 | status | type                  | of                                                             |
 |--------|-----------------------|----------------------------------------------------------------|
-| 400    | invalid_request_error | wrong fields, prompts that do not fit; 405 and 415 as well     |
+| 400    | invalid_request_error | wrong fields, prompts that do not fit; 405, 408, 415 as well   |
 | 401    | authentication_error  | a wrong or missing API key                                     |
 | 403    | permission_error      | a host or an origin that is not allowed                        |
 | 404    | not_found_error       | models, paths                                                  |

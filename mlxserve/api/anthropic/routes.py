@@ -1,6 +1,5 @@
 """The Anthropic endpoints. Those of models are at paths that are OpenAI's as well: api/models.py chooses."""
 
-import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from sse_starlette import ServerSentEvent
@@ -14,6 +13,7 @@ from mlxserve.api.anthropic.errors import error_object, error_response
 from mlxserve.api.anthropic.reply import Reply
 from mlxserve.api.anthropic.schema import CountTokensRequest, MessagesRequest, PromptFields
 from mlxserve.api.connection import until_disconnect
+from mlxserve.api.dates import utc
 from mlxserve.api.exchange import Exchange, Order, StreamFormat, reply_id
 from mlxserve.api.sse import EventStream, event
 from mlxserve.api.wire import dotted, read_body
@@ -99,7 +99,7 @@ def _stream_format(message_id: str) -> StreamFormat:
 
 
 def _model_object(info: "ModelInfo") -> dict[str, Any]:
-    created = datetime.datetime.fromtimestamp(info.created, datetime.UTC)
+    created = utc(info.created)
     return {
         "type": "model",
         "id": info.name,

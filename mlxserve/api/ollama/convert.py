@@ -39,7 +39,7 @@ def _prompt(body: GenerateRequest, model: "ServedModel") -> Prompt:
     messages: tuple[dict[str, Any], ...] = ({"role": "user", "content": text},)
     if body.system:
         messages = ({"role": "system", "content": body.system}, *messages)
-    return ChatPrompt(messages, reasoning=body.reasoning, context=tuple(body.context or ()))
+    return ChatPrompt(messages, reasoning=body.reasoning, context=tuple(body.context or ()), param="prompt")
 
 
 def _request(body: GenerationFields, request_id: str, prompt: Prompt, model: "ServedModel") -> GenerationRequest:
@@ -51,6 +51,7 @@ def _request(body: GenerationFields, request_id: str, prompt: Prompt, model: "Se
         sampling=options.sampling(model.default_sampling, body.num_logprobs),
         stop=options.stop_strings,
         context_length=options.context_length,
+        context_length_param="options.num_ctx",
         grammar=body.grammar,
     )
 

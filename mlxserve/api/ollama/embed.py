@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from mlxserve.api.dimensions import shortened
 from mlxserve.api.exchange import Embedded
-from mlxserve.api.ollama.options import Options
+from mlxserve.api.ollama.options import Options, text_or_list
 from mlxserve.api.ollama.schema import KeepAlive, ModelName
 from mlxserve.api.ollama.times import nanoseconds
 from mlxserve.api.wire import WireModel
@@ -14,9 +14,16 @@ from mlxserve.core.generation import GenerationRequest, TextPrompt
 from mlxserve.core.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping
 
 MAX_INPUTS = 2048
+
+
+Text = Annotated[str, Field(min_length=1)]
+Input = Annotated[
+    Annotated[str, Tag(":text")] | Annotated[list[Text], Field(max_length=MAX_INPUTS, fail_fast=True), Tag(":list")],
+    Discriminator(text_or_list, "input_type", "Input should be a string or a list of strings"),
+]
 
 
 class EmbedFields(WireModel):
@@ -28,14 +35,16 @@ class EmbedFields(WireModel):
 
 
 class EmbedRequest(EmbedFields):
-    input: str | Annotated[list[str], Field(max_length=MAX_INPUTS, fail_fast=True)] | None = None
+    input: Input | None = None
     truncate: bool | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
 
     @property
-    def texts(self) -> "Sequence[str]":
-        """None where the model is only to be loaded."""
-        return [self.input] if isinstance(self.input, str) and self.input else self.input or []
+    def texts(self) -> dict[str, str]:
+        """By their fields; none where the model is only to be loaded."""
+        if isinstance(self.input, list):
+            return {f"input[{index}]": text for index, text in enumerate(self.input)}
+        return {"input": self.input} if self.input else {}
 
 
 class EmbeddingsRequest(EmbedFields):
@@ -43,22 +52,23 @@ class EmbeddingsRequest(EmbedFields):
 
 
 def embedding_requests(
-    texts: "Sequence[str]", request_id: str, *, truncate: bool, options: Options | None
+    texts: "Mapping[str, str]", request_id: str, *, truncate: bool, options: Options | None
 ) -> list[GenerationRequest]:
-    """One for each text; with several, their ids carry the index."""
+    """One for each text, which goes by its field; with several, their ids carry the index."""
     if options is not None:
         options.log_unused(request_id)
     several = len(texts) > 1
     return [
         GenerationRequest(
             request_id=f"{request_id}-{index}" if several else request_id,
-            prompt=TextPrompt(text, "input"),
+            prompt=TextPrompt(text, param),
             sampling=SamplingParams(),
             context_length=None if options is None else options.context_length,
+            context_length_param="options.num_ctx",
             wants_embedding=True,
             truncate=truncate,
         )
-        for index, text in enumerate(texts)
+        for index, (param, text) in enumerate(texts.items())
     ]
 
 

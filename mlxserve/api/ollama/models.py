@@ -27,15 +27,17 @@ def listed(model: "StoredModel") -> dict[str, Any]:
     }
 
 
-def loaded(info: "LoadedInfo") -> dict[str, Any]:
-    """An entry of /api/ps."""
-    return {
-        **_identity(info.name, info.size, info.digest),
-        "details": _details("", info.family, info.num_parameters, info.quantization),
+def loaded(info: "LoadedInfo") -> list[dict[str, Any]]:
+    """The entries of /api/ps for one model in memory: one for each of its names."""
+    entry = {
+        "details": _details(info.format, info.family, info.num_parameters, info.quantization),
         "expires_at": FOREVER if info.expires_at is None else _timestamp(info.expires_at),
         "size_vram": info.size,
-        "context_length": info.context_length,
     }
+    return [
+        {**_identity(each.name, info.size, each.digest), **entry, "context_length": each.context_length}
+        for each in info.names
+    ]
 
 
 def shown(model: "StoredModel") -> dict[str, Any]:

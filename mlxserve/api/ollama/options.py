@@ -41,7 +41,7 @@ def _whole(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _text_or_list(value: Any) -> str | None:
+def text_or_list(value: Any) -> str | None:
     if isinstance(value, str):
         return ":text"
     return ":list" if isinstance(value, list) else None
@@ -53,7 +53,7 @@ StopString = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 Stop = Annotated[
     Annotated[StopString, Tag(":text")]
     | Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True), Tag(":list")],
-    Discriminator(_text_or_list, "stop_type", "Input should be a string or a list of strings"),
+    Discriminator(text_or_list, "stop_type", "Input should be a string or a list of strings"),
 ]
 
 

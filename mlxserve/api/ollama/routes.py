@@ -72,7 +72,7 @@ class OllamaRoutes:
         return JSONResponse({"version": COMPATIBLE_VERSION})
 
     async def ps(self, request: Request) -> Response:
-        return JSONResponse({"models": [models.loaded(info) for info in self._host.loaded()]})
+        return JSONResponse({"models": [entry for info in self._host.loaded() for entry in models.loaded(info)]})
 
     async def generate(self, request: Request) -> Response:
         body = await read(request, GenerateRequest, self._max_body_bytes)
@@ -102,7 +102,7 @@ class OllamaRoutes:
 
     async def embeddings(self, request: Request) -> Response:
         body = await read(request, EmbeddingsRequest, self._max_body_bytes)
-        texts = [body.prompt] if body.prompt else []
+        texts = {"prompt": body.prompt} if body.prompt else {}
         requests = embedding_requests(texts, reply_id(request, "embed"), truncate=True, options=body.options)
         embedded = await self._embed(request, body, requests)
         return JSONResponse({"embedding": next(iter(embedded.vectors), [])})

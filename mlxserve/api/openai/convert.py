@@ -12,7 +12,7 @@ from mlxserve.api.openai.schema import (
     ReasoningEffort,
 )
 from mlxserve.api.openai.text_schema import ApplyTemplateRequest
-from mlxserve.api.openai.tools import tools_and_choice
+from mlxserve.api.openai.tools import offer_of
 from mlxserve.core.generation import (
     ChatPrompt,
     GenerationRequest,
@@ -63,12 +63,13 @@ def chat_request(body: ChatCompletionRequest, request_id: str, defaults: Default
 
 
 def chat_prompt(body: ChatCompletionRequest | ApplyTemplateRequest) -> ChatPrompt:
-    tools, choice = tools_and_choice(body)
+    offer = offer_of(body)
     return ChatPrompt(
         messages=template_messages(body.messages),
-        tools=tools,
+        tools=offer.tools,
+        tool_params=offer.params,
         template_kwargs=dict(body.chat_template_kwargs or {}),
-        tool_choice=choice,
+        tool_choice=offer.choice,
         reasoning=_reasoning(body.reasoning_effort, body.chat_template_kwargs or {}),
     )
 
@@ -89,21 +90,22 @@ def completion_requests(body: CompletionRequest, request_id: str, defaults: Defa
         num_logprobs = 0  # what the best is told by
     sampling = _sampling(body, defaults, max_tokens, num_logprobs, body.num_prompt_logprobs)
     several = len(body.prompts) > 1
+    is_list = body.prompts[0] is not body.prompt
     return [
         _request(
             body,
             f"{request_id}-{index}" if several else request_id,
-            _text_prompt(prompt, body.suffix),
+            _text_prompt(prompt, body.suffix, f"prompt[{index}]" if is_list else "prompt"),
             sampling,
         )
         for index, prompt in enumerate(body.prompts)
     ]
 
 
-def _text_prompt(prompt: str | list[int], suffix: str | None) -> Prompt:
+def _text_prompt(prompt: str | list[int], suffix: str | None, param: str) -> Prompt:
     if not isinstance(prompt, str):
-        return TokenPrompt(tuple(prompt))
-    return InfillPrompt(prompt, suffix) if suffix else TextPrompt(prompt)
+        return TokenPrompt(tuple(prompt), param)
+    return InfillPrompt(prompt, suffix, param) if suffix else TextPrompt(prompt, param)
 
 
 def _request(body: CompletionFields, request_id: str, prompt: Prompt, sampling: SamplingParams) -> GenerationRequest:

@@ -50,10 +50,11 @@ class EmbeddingsRequest(WireModel):
 def embedding_requests(body: EmbeddingsRequest, request_id: str) -> list[GenerationRequest]:
     """One for each input; with several, their ids carry the index."""
     several = len(body.inputs) > 1
+    is_list = body.inputs[0] is not body.input
     return [
         GenerationRequest(
             request_id=f"{request_id}-{index}" if several else request_id,
-            prompt=TextPrompt(each, "input") if isinstance(each, str) else TokenPrompt(tuple(each), "input"),
+            prompt=_prompt(each, f"input[{index}]" if is_list else "input"),
             sampling=SamplingParams(),
             timeout=body.timeout,
             priority=body.priority or 0,
@@ -62,6 +63,10 @@ def embedding_requests(body: EmbeddingsRequest, request_id: str) -> list[Generat
         )
         for index, each in enumerate(body.inputs)
     ]
+
+
+def _prompt(value: str | list[int], param: str) -> TextPrompt | TokenPrompt:
+    return TextPrompt(value, param) if isinstance(value, str) else TokenPrompt(tuple(value), param)
 
 
 def embeddings_object(body: EmbeddingsRequest, embedded: Embedded) -> dict[str, Any]:

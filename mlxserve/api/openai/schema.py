@@ -12,7 +12,6 @@ llama-server has them, and its `return_progress`; `timeout` in seconds; `timings
 last chunk or the reply; `keep_alive` as Ollama has it; `speculation` for who may guess at the next tokens.
 """
 
-import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -28,7 +27,7 @@ from mlxserve.api.openai.structured import (
     StructuredOutputs,
     requested_grammar,
 )
-from mlxserve.api.openai.tools import Choice, Tools, tools_and_choice
+from mlxserve.api.openai.tools import Choice, Tools, offer_of
 from mlxserve.api.wire import WireModel, unsupported
 from mlxserve.config import parse_duration
 from mlxserve.core.constraint import Grammar
@@ -67,12 +66,9 @@ def _keys_are_token_ids(value: dict[str, float]) -> dict[str, float]:
 
 def _is_duration(value: Any) -> float:
     try:
-        seconds = parse_duration(value)
-        if not math.isfinite(seconds):
-            raise ValueError("a duration is needed that is not infinite; negative means for ever")
-    except (ValueError, OverflowError) as error:
+        return parse_duration(value)
+    except ValueError as error:
         raise PydanticCustomError("value_error", "{reason}", {"reason": str(error)}) from error
-    return seconds
 
 
 Duration = Annotated[Any, AfterValidator(_is_duration)]
@@ -227,7 +223,7 @@ class ChatCompletionRequest(CompletionFields):
         if self.timings and self.num_choices > 1:
             raise InvalidParameter("'timings' needs a single choice.", param="timings")
         check_messages(self.messages)
-        tools_and_choice(self)
+        offer_of(self)
         return self
 
     @property

@@ -10,7 +10,7 @@ from pydantic import Field, model_validator
 
 from mlxserve.api.openai.messages import Messages, check_messages
 from mlxserve.api.openai.schema import MAX_PROMPT_TOKENS, ModelName, ReasoningEffort, TokenId
-from mlxserve.api.openai.tools import Choice, Tools, tools_and_choice
+from mlxserve.api.openai.tools import Choice, Tools, offer_of
 from mlxserve.api.wire import WireModel
 from mlxserve.errors import InvalidParameter
 
@@ -74,5 +74,5 @@ class ApplyTemplateRequest(WireModel):
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:
         check_messages(self.messages)
-        tools_and_choice(self)
+        offer_of(self)
         return self

@@ -1,6 +1,7 @@
 """The tools of a chat on the wire: what the model may call, and whether it must."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Protocol, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
@@ -82,8 +83,19 @@ class ToolFields(Protocol):
     parallel_tool_calls: bool | None
 
 
-def tools_and_choice(body: ToolFields) -> tuple[tuple[dict[str, Any], ...], ToolChoice]:
-    """The tools the model is told of, as chat templates expect them, and whether it must call one.
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The tools the model is told of, and whether it must call one."""
+
+    tools: tuple[dict[str, Any], ...]
+    """As chat templates expect them."""
+    params: tuple[str, ...]
+    """The client's fields of their parameters."""
+    choice: ToolChoice
+
+
+def offer_of(body: ToolFields) -> Offer:
+    """What the fields of a body come to.
 
     Raises:
         InvalidParameter: two tools of one name, or a choice of what is not there.
@@ -108,7 +120,12 @@ def tools_and_choice(body: ToolFields) -> tuple[tuple[dict[str, Any], ...], Tool
             names = [tool.function.name for tool in allowed.tools]
             _check_known(names, by_name, "tool_choice.allowed_tools.tools")
             by_name = {key: tool for key, tool in by_name.items() if key in names}
-    return tuple(map(_template_tool, by_name.values())), ToolChoice(mode, name, body.parallel_tool_calls is not False)
+    positions = {tool.function.name: position for position, tool in enumerate(body.tools or ())}
+    return Offer(
+        tuple(map(_template_tool, by_name.values())),
+        tuple(f"tools[{positions[key]}].function.parameters" for key in by_name),
+        ToolChoice(mode, name, body.parallel_tool_calls is not False),
+    )
 
 
 def _check_known(names: Sequence[str], tools: dict[str, Tool], param: str) -> None:

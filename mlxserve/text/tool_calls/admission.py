@@ -14,7 +14,7 @@ def check_tools(prompt: ChatPrompt, tokenizer: Tokenizer, *, model: str) -> None
     Raises:
         InvalidParameter: tools that are none, or that the model, of that name, has no way to call.
     """
-    checked_tools(prompt.tools)
+    checked_tools(prompt.tools, prompt.tool_params)
     is_offered = prompt.tools and prompt.tool_choice.mode != "none"
     if is_offered and not knows_tools(tokenizer.tool_template, tokenizer.has_token):
         raise InvalidParameter(
@@ -38,4 +38,4 @@ def answer_grammar(prompt: ChatPrompt, grammar: Grammar | None, tool_format: Too
         )
     if not prompt.tools or tool_format is None:
         raise InvalidParameter(f"'{choice.param}' asks for a call, and there are no tools", param=choice.param)
-    return tool_format.grammar(prompt.tools, choice)
+    return tool_format.grammar(prompt.tools, choice, prompt.tool_params)

@@ -43,8 +43,8 @@ class Tool:
         return {**shared, **schema}
 
 
-def checked_tools(tools: Sequence[Any]) -> dict[str, Tool]:
-    """The tools by name, in order.
+def checked_tools(tools: Sequence[Any], params: Sequence[str] = ()) -> dict[str, Tool]:
+    """The tools by name, in order. `params`: where the client gave the parameters of each; empty: as OpenAI does.
 
     Raises:
         InvalidParameter: there are too many, two of a name, or one that is not
@@ -68,7 +68,7 @@ def checked_tools(tools: Sequence[Any]) -> dict[str, Tool]:
             raise InvalidParameter(
                 f"{where}.function.name: there are two tools of the name {name!r}", param=f"{where}.function.name"
             )
-        param = f"{where}.function.parameters"
+        param = params[index] if params else f"{where}.function.parameters"
         checked[name] = Tool(name, _checked_parameters(function.get("parameters"), param), param)
     return checked
 

@@ -46,33 +46,48 @@ class ToolFormat:
         """
         return ToolCallParser(self.family, checked_tools(tools))
 
-    def grammar(self, tools: Sequence[Any], choice: ToolChoice) -> Grammar:
+    def grammar(self, tools: Sequence[Any], choice: ToolChoice, params: Sequence[str] = ()) -> Grammar:
         """Answers that are calls and nothing else: one or more, or exactly one where `choice` is not parallel.
+
+        `params`: as of checked_tools().
 
         Raises:
             InvalidParameter: a tool's parameters cannot be enforced in this format, there is no tool of the chosen
                 name, or as checked_tools().
         """
-        offered = checked_tools(tools)
-        if choice.name is not None:
-            if choice.name not in offered:
-                raise InvalidParameter(
-                    f"{choice.param}: no tool has the name {choice.name!r}; the tools are {', '.join(offered)}",
-                    param=choice.param,
-                )
-            offered = {choice.name: offered[choice.name]}
+        return self._calls(_offered(tools, choice, params), choice.param, parallel=choice.parallel)
+
+    def single_grammars(
+        self, tools: Sequence[Any], choice: ToolChoice, params: Sequence[str] = ()
+    ) -> list[tuple[Grammar, Tool]]:
+        """Each tool that may be called, with the grammar of one call of it. Raises as grammar()."""
+        return [(self._calls([tool], tool.param, parallel=False), tool) for tool in _offered(tools, choice, params)]
+
+    def _calls(self, tools: Sequence[Tool], param: str, *, parallel: bool) -> Grammar:
         family = self.family
         lark = LarkWriter(self.markers, self.control_tokens)
-        call = lark.choice([self._call(lark, tool) for tool in offered.values()])
-        more = "" if not choice.parallel else f"({lark.literal(family.separator)} {call})*"
+        call = lark.choice([self._call(lark, tool) for tool in tools])
+        more = "" if not parallel else f"({lark.literal(family.separator)} {call})*"
         start = f"{lark.literal(family.opening)} {call} {more} {lark.literal(family.closing)}"
-        return Grammar("lark", lark.source(start), choice.param)
+        return Grammar("lark", lark.source(start), param)
 
     def _call(self, lark: LarkWriter, tool: Tool) -> str:
         try:
             return self.family.call(lark, tool)
         except UnsupportedSchema as error:
             raise InvalidParameter(f"Invalid '{tool.param}': {error}.", param=tool.param) from error
+
+
+def _offered(tools: Sequence[Any], choice: ToolChoice, params: Sequence[str]) -> list[Tool]:
+    offered = checked_tools(tools, params)
+    if choice.name is None:
+        return list(offered.values())
+    if choice.name not in offered:
+        raise InvalidParameter(
+            f"{choice.param}: no tool has the name {choice.name!r}; the tools are {', '.join(offered)}",
+            param=choice.param,
+        )
+    return [offered[choice.name]]
 
 
 def find_tool_format(tokenizer: Tokenizer) -> ToolFormat | None:

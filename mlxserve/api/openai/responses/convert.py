@@ -78,8 +78,10 @@ def chat_prompt(body: PromptFields, earlier: Sequence[Item], tools: Toolbox) -> 
     return ChatPrompt(
         messages=tuple(turns),
         tools=tools.template_tools(),
+        tool_params=tools.params(),
         tool_choice=tools.choice,
         reasoning=_reasoning(body),
+        param="input",
     )
 
 

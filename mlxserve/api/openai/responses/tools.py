@@ -118,6 +118,8 @@ class Toolbox:
     functions: dict[str, FunctionTool]
     namespaces: dict[str, str]
     """Of those that are in one."""
+    fields: dict[str, str]
+    """Where the client gave each."""
     choice: ToolChoice
 
     def template_tools(self) -> tuple[dict[str, Any], ...]:
@@ -133,6 +135,10 @@ class Toolbox:
             }
             for name, tool in self.functions.items()
         )
+
+    def params(self) -> tuple[str, ...]:
+        """The client's fields of their parameters, in the order of template_tools()."""
+        return tuple(f"{self.fields[name]}.parameters" for name in self.functions)
 
     def wire_names(self, name: str) -> dict[str, str]:
         """The fields of a call that say which function it is of."""
@@ -157,42 +163,44 @@ def toolbox(tools: Sequence[Tool], choice: str | NamedFunction | AllowedTools | 
     """
     functions: dict[str, FunctionTool] = {}
     namespaces: dict[str, str] = {}
-    for param, namespace, tool in _functions(tools):
+    fields: dict[str, str] = {}
+    for field, namespace, tool in _functions(tools):
         name = model_name(tool.name, namespace)
         if name in functions:
+            param = f"{field}.name"
             raise InvalidParameter(f"Invalid '{param}': there are two tools named {name!r}.", param=param)
-        functions[name] = tool
+        functions[name], fields[name] = tool, field
         if namespace is not None:
             namespaces[name] = namespace
     match choice:
         case NamedFunction():
             name = _known(choice, functions, "tool_choice.name")
-            return Toolbox(functions, namespaces, ToolChoice("required", name, parallel))
+            return Toolbox(functions, namespaces, fields, ToolChoice("required", name, parallel))
         case AllowedTools():
             allowed = [
                 _known(each, functions, f"tool_choice.tools[{index}].name") for index, each in enumerate(choice.tools)
             ]
             functions = {name: tool for name, tool in functions.items() if name in allowed}
-            return Toolbox(functions, namespaces, ToolChoice(choice.mode, parallel=parallel))
+            return Toolbox(functions, namespaces, fields, ToolChoice(choice.mode, parallel=parallel))
         case "required":
             if not functions:
                 raise InvalidParameter("'tool_choice' is required and there are no functions.", param="tool_choice")
-            return Toolbox(functions, namespaces, ToolChoice("required", parallel=parallel))
+            return Toolbox(functions, namespaces, fields, ToolChoice("required", parallel=parallel))
         case "none":
-            return Toolbox(functions, namespaces, ToolChoice("none"))
+            return Toolbox(functions, namespaces, fields, ToolChoice("none"))
         case _:
-            return Toolbox(functions, namespaces, ToolChoice(parallel=parallel))
+            return Toolbox(functions, namespaces, fields, ToolChoice(parallel=parallel))
 
 
 def _functions(tools: Sequence[Tool]) -> Iterator[tuple[str, str | None, FunctionTool]]:
-    """Each with the field of its name, and its namespace."""
+    """Each with its field, and its namespace."""
     for index, tool in enumerate(tools):
         if isinstance(tool, FunctionTool):
-            yield f"tools[{index}].name", None, tool
+            yield f"tools[{index}]", None, tool
         elif isinstance(tool, NamespaceTool):
             for number, each in enumerate(tool.tools):
                 if isinstance(each, FunctionTool):
-                    yield f"tools[{index}].tools[{number}].name", tool.name, each
+                    yield f"tools[{index}].tools[{number}]", tool.name, each
 
 
 def _known(asked: NamedFunction, functions: Mapping[str, FunctionTool], param: str) -> str:
