@@ -79,7 +79,7 @@ def _reasoning(effort: ReasoningEffort | None, template_kwargs: Mapping[str, Any
     if effort is not None:
         return Reasoning(enabled=False) if effort == "none" else Reasoning(enabled=True, effort=effort)
     switch = next((template_kwargs[name] for name in SWITCHES if isinstance(template_kwargs.get(name), bool)), None)
-    return Reasoning(enabled=switch, param="chat_template_kwargs")
+    return Reasoning() if switch is None else Reasoning(enabled=switch, param="chat_template_kwargs")
 
 
 def completion_requests(body: CompletionRequest, request_id: str, defaults: DefaultSampling) -> list[GenerationRequest]:
