@@ -13,15 +13,16 @@ from typing import Any
 from mlxserve.errors import InvalidParameter, ModelError, ModelInUse, ModelNotFound
 from mlxserve.store import alias_file, hub
 from mlxserve.store.adapter import Adapter, read_adapter
+from mlxserve.store.alias_file import canonical
 from mlxserve.store.fit import Fit, fit
 from mlxserve.store.hub import ProgressCallback
 from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, Location, ModelSource
-from mlxserve.store.registry import Registry, canonical
+from mlxserve.store.registry import Registry
+from mlxserve.store.template_check import check_template
 from mlxserve.text.capabilities import capabilities
-from mlxserve.text.chat_template import check_template
 
 logger = logging.getLogger(__name__)
 

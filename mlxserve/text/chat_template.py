@@ -1,7 +1,6 @@
 """From a prompt as a dialect gives it to token ids: chat template, then tokenizer."""
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,8 +15,6 @@ from mlxserve.text.tool_calls import complete_tool_messages
 MAX_ERROR_LENGTH = 500
 SHORT_IDS = "alphanumeric strings with length 9"
 """What Mistral's templates say when the id of a tool call is another."""
-# {{ .Prompt }}, {{- range .Messages }}, {{ if .System }}: no Jinja expression begins like these.
-_GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.|\$|(if|range|else|end|with|template|block|define)\b(?!\s*[(.\[|]))")
 
 
 def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
@@ -178,26 +175,3 @@ def with_system(prompt: ChatPrompt, system: str | None) -> ChatPrompt:
     if system is None or any(message.get("role") in ("system", "developer") for message in prompt.messages):
         return prompt
     return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
-
-
-def check_template(template: str) -> None:
-    """Refuse what is no Jinja template.
-
-    Raises:
-        InvalidParameter: it is a Go template, or has a syntax error; `param` is "template".
-    """
-    from jinja2 import Environment, TemplateError
-
-    if _GO_TEMPLATE.search(template):
-        raise InvalidParameter(
-            "this is a Go template, as Ollama has them; models here use Jinja templates, as on the Hugging Face hub: "
-            "leave it out to keep the model's own",
-            param="template",
-        )
-    try:
-        # As transformers does it; syntax of blocks that it adds must not be refused here.
-        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
-            template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-        )
-    except TemplateError as error:
-        raise InvalidParameter(f"the template is no valid Jinja: {error}", param="template") from error
