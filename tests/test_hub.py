@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 from standin_hub import COMMIT, Hub, Repo, closed_url, serve_hub
-from tiny_repos import CONFIG, FIRST, SECOND, WANTED, model_files, weights
+from tiny_repos import CONFIG, FIRST, SECOND, WANTED, gguf_head, model_files, weights
 
 from mlxserve.errors import ModelNotFound
 from mlxserve.store import hub
@@ -31,6 +32,12 @@ def own_code(**changes: Any) -> Repo:
     return Repo({**FILES, "config.json": json.dumps({**CONFIG, **changes}).encode()})
 
 
+def index(weight_map: Any) -> Repo:
+    return Repo({**FILES, "model.safetensors.index.json": json.dumps({"weight_map": weight_map}).encode()})
+
+
+LARGE = 40 << 20
+"""Bytes more than are looked at before the rest is fetched, by far."""
 REPOS = {
     "test/model": lambda: Repo(dict(FILES)),
     "test/gated": lambda: Repo({}, gated=True),
@@ -40,11 +47,22 @@ REPOS = {
     "test/auto-map": lambda: own_code(model_type="never_heard_of", auto_map={"AutoModel": "own.Model"}),
     "test/remapped": lambda: own_code(model_type="kimi_k2", auto_map={"AutoModel": "own.Model"}),
     "test/no-tokenizer": lambda: Repo({name: data for name, data in FILES.items() if "tokenizer" not in name}),
-    "test/gguf": lambda: Repo({f"m-{tag}.gguf": tag.encode() for tag in ("Q4_K_M", "Q4_0", "Q8_0", "F16")}),
+    "test/gguf": lambda: Repo({f"m-{tag}.gguf": gguf_head("llama", 8) for tag in ("Q4_K_M", "Q4_0", "Q8_0", "F16")}),
     "test/k-quants": lambda: Repo({"m.Q4_K_M.gguf": b"x", "m.IQ2_XS.gguf": b"y"}),
     "test/lora": lambda: Repo(
         {**ADAPTER, "README.md": b"readme", "optimizer.safetensors": b"x", "0001_adapters.safetensors": b"y"}
     ),
+    "test/mamba-gguf": lambda: Repo({"m-Q8_0.gguf": gguf_head("mamba", 8) + bytes(LARGE)}),
+    "test/mixed-gguf": lambda: Repo({"m-Q8_0.gguf": gguf_head("llama", 14) + bytes(LARGE)}),
+    "test/no-gguf": lambda: Repo({"m-Q8_0.gguf": b"hello" + bytes(LARGE)}),
+    "test/short-gguf": lambda: Repo({"m-Q8_0.gguf": gguf_head("llama", 8)[:-4000]}),
+    "test/unknown": lambda: own_code(model_type="never_heard_of"),
+    "test/part": lambda: own_code(model_type="cache"),
+    "test/no-json": lambda: Repo({**FILES, "config.json": b"{nope"}),
+    "test/lacks": lambda: Repo({name: data for name, data in FILES.items() if name != SECOND}),
+    "test/outside": lambda: index({"a": "../../../../etc/passwd"}),
+    "test/no-map": lambda: index([]),
+    "test/broken": lambda: Repo({**FILES, SECOND: FILES[SECOND][:-1]}),
     "test/gemma-gguf": lambda: Repo({"m-Q8_0.gguf": b"x"}, card={"gguf": {"architecture": "gemma3"}}),
 }
 
@@ -206,6 +224,7 @@ def test_a_file_that_stays_damaged_is_reported(server, tmp_path):
     pulled, listed = run(server.url, tmp_path, PULL, LIST)
     assert pulled["error"] == "DownloadError"
     assert f"{FIRST} of test/model came damaged twice: it has not the SHA-256" in pulled["message"]
+    assert listed["stderr"].count("fetching it again") == 1
     assert "test/model" not in [model["name"] for model in listed["result"]]
 
 
@@ -215,6 +234,12 @@ REFUSALS = {
     "test/model@v9": "test/model has no revision 'v9'",
     "test/nothing": "it has no weights in model*.safetensors or GGUF files",
     "test/pickles": "it has its weights as pickles, which can run code when they are read",
+    "test/unknown": "it is of the model type 'never_heard_of', which mlx-lm does not know; a newer one may",
+    "test/part": "it is of the model type 'cache', which mlx-lm does not know",
+    "test/no-json": "config.json is broken on the hub itself",
+    "test/lacks": f"it lacks files that its model.safetensors.index.json names: {SECOND}",
+    "test/outside": "it has a model.safetensors.index.json that names files of other folders ('../",
+    "test/no-map": "it has a model.safetensors.index.json without a weight_map",
     "test/own-code": "it needs its own code ('own.py'), which mlxserve never runs",
     "test/auto-map": "it needs its own code: the model type 'never_heard_of' is not one of mlx-lm's",
     "test/no-tokenizer": "it has no tokenizer (tokenizer.json)",
@@ -229,12 +254,97 @@ REFUSALS = {
 
 def test_what_is_refused_before_any_weights_come(server, tmp_path):
     results = finish(start(server.url, tmp_path, *({"method": "pull", "name": name} for name in REFUSALS)))
-    assert {name: result["error"] for name, result in zip(REFUSALS, results, strict=True)} == dict.fromkeys(
-        REFUSALS, "DownloadError"
-    )
+    assert {name: result["error"] for name, result in zip(REFUSALS, results, strict=True)} == {
+        **dict.fromkeys(REFUSALS, "UnusableRepository"),
+        "test/none": "RepositoryNotFound",
+        "test/model@v9": "RepositoryNotFound",
+        "test/gated": "AccessDenied",
+    }
     for words, result in zip(REFUSALS.values(), results, strict=True):
         assert words in result["message"]
-    assert not any("safetensors" in path or "gguf" in path for path in server.requested if "/resolve/" in path)
+    fetched = [path for path in server.requested if "/resolve/" in path and "index.json" not in path]
+    assert not any("safetensors" in path or "gguf" in path for path in fetched)
+
+
+HEADS = {
+    "test/mamba-gguf": "it has m-Q8_0.gguf: architecture 'mamba' is not supported in GGUF files",
+    "test/mixed-gguf": "it has m-Q8_0.gguf: it holds tensors of the types Q6_K, which cannot be read",
+    "test/no-gguf": "it has m-Q8_0.gguf, which is broken on the hub itself: not a GGUF file",
+    "test/short-gguf": "it has m-Q8_0.gguf, which is broken on the hub itself: the file is cut short",
+}
+
+
+def test_a_gguf_file_is_refused_by_its_head(server, tmp_path):
+    results = finish(start(server.url, tmp_path, *({"method": "pull", "name": name} for name in HEADS)))
+    for words, result in zip(HEADS.values(), results, strict=True):
+        assert result["error"] == "UnusableRepository"
+        assert words in result["message"]
+    assert sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file()) < 1000
+
+
+def test_the_head_of_a_gguf_file_that_comes_damaged_is_fetched_again(server, tmp_path):
+    server.damaged["m-Q8_0.gguf"] = 1
+    assert "damaged" not in pull(server, tmp_path, "test/gguf").get("message", "")
+    assert len(server.fetched("m-Q8_0.gguf")) == 2
+
+
+def test_what_is_broken_on_the_hub_itself(server, tmp_path):
+    pulled, removed = run(server.url, tmp_path, {**PULL, "name": "test/broken"}, {**REMOVE, "name": "test/broken"})
+    assert pulled["error"] == "UnusableRepository"
+    assert f"{SECOND}: cut short: its tensors end at byte" in pulled["message"]
+    assert pulled["message"].endswith("pulling it again does not help; mlxserve rm test/broken removes it")
+    assert removed["result"] > 0
+    assert not (tmp_path / "hub" / "models--test--broken").exists()
+
+
+def test_nothing_is_removed_under_a_download(server, tmp_path):
+    server.held.add(SECOND)
+    process = start(server.url, tmp_path, PULL)
+    assert server.holding.wait(30)
+    (refused,) = run(server.url, tmp_path, REMOVE)
+    assert refused["error"] == "ModelInUse"
+    assert refused["message"] == "test/model is being downloaded: stop that first, or wait for its end"
+    server.release.set()
+    assert finish(process)[0]["result"]["name"] == "test/model"
+
+
+def test_files_that_vanish_under_a_download(server, tmp_path):
+    server.held.add(SECOND)
+    process = start(server.url, tmp_path, PULL)
+    assert server.holding.wait(30)
+    shutil.rmtree(tmp_path / "hub" / "models--test--model")
+    server.release.set()
+    (outcome,) = finish(process)
+    # What is gone comes again, or it is said.
+    if "error" in outcome:
+        assert outcome["message"] == "files of test/model were removed while it was downloaded; pull it again"
+    else:
+        assert Path(outcome["result"]["path"], FIRST).read_bytes() == FILES[FIRST]
+        assert outcome["result"]["size"] == TOTAL
+
+
+STATUSES = {
+    401: ("AccessDenied", "the hub does not let this account have test/model (status 401): log in with"),
+    403: ("AccessDenied", "the hub does not let this account have test/model (status 403)"),
+    429: ("DownloadError", "the hub had too many requests from here (status 429); wait some minutes"),
+    500: ("DownloadError", "the hub is out of order (status 500); try again later"),
+}
+
+
+@pytest.mark.parametrize("status", STATUSES)
+def test_what_the_hub_says_in_words(server, tmp_path, status):
+    server.statuses["test/model"] = status
+    result = pull(server, tmp_path)
+    error, words = STATUSES[status]
+    assert (result["error"], words in result["message"]) == (error, True), result["message"]
+
+
+def test_a_cache_that_cannot_be_written(server, tmp_path):
+    (tmp_path / "file").touch()
+    (result,) = run(server.url, tmp_path, PULL, HF_HOME=str(tmp_path / "file" / "home"))
+    assert result["error"] == "DownloadError"
+    assert "test/model cannot be kept in" in result["message"]
+    assert "make that folder writable, or set HF_HOME to one that is" in result["message"]
 
 
 def test_a_type_that_mlx_lm_maps_to_another_needs_no_code(server, tmp_path):
@@ -244,8 +354,7 @@ def test_a_type_that_mlx_lm_maps_to_another_needs_no_code(server, tmp_path):
 @pytest.mark.parametrize(("name", "file"), [("test/gguf", "m-Q8_0.gguf"), ("test/gguf:q4_0", "m-Q4_0.gguf")])
 def test_one_gguf_file_is_fetched(server, tmp_path, name, file):
     result = pull(server, tmp_path, name)
-    # What it holds is no model, which is found out when it is here.
-    assert (result["error"], file in result["message"]) == ("ModelLoadError", True)
+    assert result["result"]["path"].endswith(file)
     assert {path.split("/")[-1] for path in server.requested if path.startswith("GET ") and "/resolve/" in path} == {
         file
     }
@@ -279,7 +388,7 @@ def test_two_processes_share_a_download_and_both_see_it(server, tmp_path):
     second = cli(server.url, tmp_path, "pull", "test/model")
     # What the first one has brought by now; the second one has asked for no file.
     assert second.stderr is not None
-    assert re.fullmatch(r"downloading test/model: [1-9]0 % of 0 MB\n", second.stderr.readline())
+    assert re.fullmatch(r"downloading test/model: [1-9]0 % of 385 KB\n", second.stderr.readline())
     server.release.set()
     (outcome,) = finish(first)
     assert outcome["progress"][-1] == [TOTAL, TOTAL]
@@ -347,7 +456,7 @@ def test_commands_against_the_hub(server, tmp_path):
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
-    assert command("pull", "test/model")[::2] == (0, "downloading test/model: 100 % of 0 MB\nsuccess\n")
+    assert command("pull", "test/model")[::2] == (0, "downloading test/model: 100 % of 385 KB\nsuccess\n")
     listed = json.loads(command("list", "test", "--json")[1])
     assert [(model["name"], model["size"], model["source"]) for model in listed] == [
         ("test/model", TOTAL, "test/model")

@@ -10,8 +10,8 @@ import pytest
 
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import ConfigError, ModelNotFound
-from mlxserve.store.model_source import HubRepo, LocalPath, PackageFile
 from mlxserve.store.alias_file import MAX_NAME_LENGTH
+from mlxserve.store.model_source import HubRepo, LocalPath, PackageFile
 from mlxserve.store.registry import Registry
 
 
@@ -238,7 +238,10 @@ def test_a_wrong_file_is_told_where(tmp_path, text, words):
         ("[x]\nsource = \n", "(at line 2, column 10)"),
         ("[x]\nsource.repo = 'a/b'\n\n['x:latest']\n", "line 4: [x:latest] name: is there twice"),
         ("# one\n[x.5-b]\nsource.repo = 'a/b'\n", "line 2: [x] 5-b: unknown field"),
-        ("[x]\nsource.repo = 'a/b'\ntemplate = '{% for m in messages %}'\n", "line 3: [x] template: the template is no "),
+        (
+            "[x]\nsource.repo = 'a/b'\ntemplate = '{% for m in messages %}'\n",
+            "line 3: [x] template: the template is no ",
+        ),
         ("[x]\nsource.repo = 'a/b'\ntemplate = '{{ .Prompt }}'\n", "line 3: [x] template: this is a Go template"),
     ],
 )

@@ -5,10 +5,11 @@ The kinds are OpenAI's.
 | status | kind                  | code                                                                       |
 |--------|-----------------------|----------------------------------------------------------------------------|
 | 400    | invalid_request_error | invalid_json, invalid_type, invalid_value, unknown_parameter,              |
-|        |                       | missing_required_parameter, unsupported_parameter, context_length_exceeded |
+|        |                       | missing_required_parameter, unsupported_parameter, context_length_exceeded,|
+|        |                       | unusable_repository                                                        |
 | 401    | authentication_error  | invalid_api_key                                                            |
-| 403    | invalid_request_error | forbidden                                                                  |
-| 404    | not_found_error       | model_not_found, request_not_found, unknown_url                            |
+| 403    | invalid_request_error | forbidden, access_denied                                                   |
+| 404    | not_found_error       | model_not_found, repository_not_found, request_not_found, unknown_url      |
 | 405    | invalid_request_error | method_not_allowed                                                         |
 | 409    | invalid_request_error | model_in_use                                                               |
 | 413    | invalid_request_error | request_too_large                                                          |
@@ -26,6 +27,7 @@ from dataclasses import dataclass, field
 from starlette.exceptions import HTTPException
 
 from mlxserve.errors import (
+    AccessDenied,
     CapacityError,
     ConfigError,
     DownloadError,
@@ -36,10 +38,12 @@ from mlxserve.errors import (
     ModelLoadError,
     ModelNotFound,
     QueueFull,
+    RepositoryNotFound,
     RequestCancelled,
     RequestError,
     RequestNotFound,
     RequestTimeout,
+    UnusableRepository,
 )
 
 logger = logging.getLogger(__name__)
@@ -53,6 +57,9 @@ _KINDS: dict[type, tuple[int, str, str]] = {
     ModelLoadError: (500, "server_error", "model_load_failed"),
     ModelInUse: (409, "invalid_request_error", "model_in_use"),
     DownloadError: (503, "server_error", "download_failed"),
+    RepositoryNotFound: (404, "not_found_error", "repository_not_found"),
+    AccessDenied: (403, "invalid_request_error", "access_denied"),
+    UnusableRepository: (400, "invalid_request_error", "unusable_repository"),
     ConfigError: (500, "server_error", "config_error"),
     CapacityError: (503, "server_error", "no_capacity"),
     QueueFull: (429, "rate_limit_error", "queue_full"),
