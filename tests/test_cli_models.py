@@ -195,6 +195,25 @@ def test_errors_say_what_to_do(mlxserve: Command, command: str, words: str) -> N
     assert words in done.err
 
 
+def test_names_that_come_with_mlxserve_are_hidden_by_force_only(mlxserve: Command, cached: None) -> None:
+    mlxserve("cp", "org/name", "keeps-the-files")
+    for command in (("cp", "org/name", "qwen3-4b"), ("create", "qwen3-4b", "--from", "org/name")):
+        done = mlxserve(*command)
+        assert done.code == 1
+        assert "'qwen3-4b' is a name that comes with mlxserve" in done.err
+        assert mlxserve(*command, "--force").code == 0
+        assert mlxserve(*command).code == 0, "it is one's own by now"
+        assert mlxserve("rm", "qwen3-4b").code == 0
+    # What it stood for before is there again, and is not on this machine.
+    assert "download it first: mlxserve pull qwen3-4b" in mlxserve("show", "qwen3-4b").err
+
+
+def test_pull_goes_on_after_a_failure(mlxserve: Command) -> None:
+    done = mlxserve("pull", "no-such", "smollm2-135m", "nor-such")
+    assert (done.code, done.err.count("success")) == (1, 1)
+    assert done.err.count("Error: no model is called") == 2
+
+
 def test_pull_of_what_is_no_hub_model(mlxserve: Command) -> None:
     done = mlxserve("pull", "smollm2-135m")
     assert (done.code, done.err) == (0, "success\n")
@@ -203,10 +222,10 @@ def test_pull_of_what_is_no_hub_model(mlxserve: Command) -> None:
 def test_rm(mlxserve: Command, cached: None) -> None:
     mlxserve("cp", "org/name", "mine")
     with server_with("Mine:latest") as port:
-        for name in ("mine", "org/name"):
-            done = mlxserve("rm", name, "--port", port)
-            assert done.code == 1
-            assert f"{name} is loaded in the server at http://127.0.0.1:{port}; stop it first" in done.err
+        done = mlxserve("rm", "mine", "--port", port)
+        assert (done.code, done.err) == (1, "Error: mine is loaded; stop it first: mlxserve stop mine\n")
+        mlxserve("cp", "org/name", "second")
+        assert mlxserve("rm", "second", "--port", port).out == "deleted 'second'\n"
         done = mlxserve("rm", "mine", "no-such", "--port", port, "--force")
         assert done.code == 1
         assert re.fullmatch(r"deleted 'mine', \d+ KB freed\n", done.out)

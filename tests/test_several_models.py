@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import logging
 import threading
 import time
 import types
@@ -102,6 +103,23 @@ async def test_streams_go_on_while_another_model_is_loaded(
         generation.cancel()
     assert len(steps) == 20
     assert max(Counter(steps).values()) <= 3, "pieces of the load without a step between them"
+
+
+@on_loop
+async def test_what_counts_against_the_budget(
+    build: FakeBuild, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mlxserve")
+    budget = 10**15
+    async with hosting(registry, memory_budget=budget, max_loaded_models=2, kv_cache_bytes=1000) as host:
+        assert host.locations() == set()
+        await get(host, "one")
+        (info,) = host.loaded()
+        assert info.reserved == info.weight_bytes + 1000
+        assert not info.on_gpu
+        assert host.locations() == {registry.resolve("one", allow_paths=False).location}
+    assert "device: CPU, 1000000.00 GB for models (memory_budget)" in caplog.text
+    assert "memory_budget is 1000000.0 GB and this machine has" in caplog.text
 
 
 @on_loop

@@ -10,12 +10,14 @@ from mlxserve.cli import console, logs
 from mlxserve.cli.addresses import client_url
 from mlxserve.cli.models import open_library
 from mlxserve.cli.options import Host, Port
-from mlxserve.errors import ConfigError, MlxserveError, ModelInUse
+from mlxserve.errors import ConfigError, MlxserveError
 
 if TYPE_CHECKING:
     from mlxserve.engine.library import Library
+    from mlxserve.store.model_source import Location
 
 PROBE_SECONDS = 1.0
+HIDE_HELP = "Also a name that comes with mlxserve."
 
 
 def rm(
@@ -35,12 +37,11 @@ def rm(
     from mlxserve.cli.model_view import size
 
     library = open_library()
+    loaded = set() if force else _loaded_locations(library, server_config)
     failed = False
     for name in models:
         try:
-            if not force:
-                _refuse_loaded(library, name, server_config)
-            freed = library.remove(name)
+            freed = library.remove(name, loaded)
         except MlxserveError as error:
             console.notice(f"Error: {error}")
             failed = True
@@ -53,9 +54,10 @@ def rm(
 def cp(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Name, folder or .gguf file.")],
     destination: Annotated[str, typer.Argument(metavar="NAME", help="The new name.")],
+    force: Annotated[bool, typer.Option("--force", help=HIDE_HELP)] = False,
 ) -> None:
     """Give a model another name. Example: mlxserve cp qwen3-4b mine"""
-    copied = open_library().copy(source, destination, allow_paths=True)
+    copied = open_library().copy(source, destination, allow_paths=True, may_hide=force)
     print(f"copied '{source}' to '{copied.name}'")
 
 
@@ -67,6 +69,7 @@ def create(
     template: Annotated[str | None, typer.Option(metavar="FILE", help="Chat template, in Jinja.")] = None,
     parameter: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A default; may be repeated.")] = None,
     license: Annotated[str | None, typer.Option(metavar="TEXT", help="Licence.")] = None,
+    force: Annotated[bool, typer.Option("--force", help=HIDE_HELP)] = False,
 ) -> None:
     """Name a model with its own system message, template or defaults.
 
@@ -86,6 +89,7 @@ def create(
         parameters={**given.parameters, **_parameters(parameter or [])},
         license=license or given.license,
         allow_paths=True,
+        may_hide=force,
     )
     print(f"created '{created.name}' from {created.source.location}")
 
@@ -110,12 +114,8 @@ def _read(file: str) -> str:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _refuse_loaded(library: "Library", name: str, server_config: config.ServerConfig) -> None:
-    """Ask the server, if one runs, what it has loaded.
-
-    Raises:
-        ModelInUse: this model.
-    """
+def _loaded_locations(library: "Library", server_config: config.ServerConfig) -> "set[Location]":
+    """What the server, if one runs, has in memory."""
     import httpx
 
     key = server_config.api_key
@@ -127,18 +127,13 @@ def _refuse_loaded(library: "Library", name: str, server_config: config.ServerCo
             timeout=PROBE_SECONDS,
             trust_env=False,
         )
-        loaded = {entry["name"] for entry in reply.json()["models"]} if reply.status_code == 200 else set()
+        names = {entry["name"] for entry in reply.json()["models"]} if reply.status_code == 200 else set()
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
-        return
-    locations = library.registry.locations
-    needed = locations(name)
-    for each in loaded:
+        return set()
+    found: set[Location] = set()
+    for name in names:
         try:
-            in_use = not needed.isdisjoint(locations(each))
+            found |= library.registry.locations(name)
         except MlxserveError:
             continue
-        if in_use:
-            raise ModelInUse(
-                f"{name} is loaded in the server at {address}; stop it first (mlxserve stop {name}), or use --force",
-                model=name,
-            )
+    return found

@@ -33,7 +33,8 @@ def loaded(info: "LoadedInfo") -> dict[str, Any]:
         **_identity(info.name, info.size, info.digest),
         "details": _details("", info.family, info.num_parameters, info.quantization),
         "expires_at": FOREVER if info.expires_at is None else _timestamp(info.expires_at),
-        "size_vram": info.size,
+        "size_vram": info.size if info.on_gpu else 0,
+        "size_reserved": info.reserved,
         "context_length": info.context_length,
     }
 
