@@ -118,7 +118,7 @@ async def test_what_counts_against_the_budget(
         assert info.reserved == info.weight_bytes + 1000
         assert not info.on_gpu
         assert host.locations() == {registry.resolve("one", allow_paths=False).location}
-    assert "device: CPU, 1000000.00 GB for models (memory_budget)" in caplog.text
+    assert "device: fake, 1000000.00 GB for models (memory_budget)" in caplog.text
     assert "memory_budget is 1000000.0 GB and this machine has" in caplog.text
 
 
