@@ -285,7 +285,9 @@ def _fetched_facts(source: ModelSource, path: Path) -> ModelFacts:
         if not path.exists():
             problem = f"files of {source.location} were removed while it was pulled; pull it again"
             raise DownloadError(problem, model=source.name) from error
-        raise UnusableRepository(str(error), model=source.name) from error
+        # Clients must not learn where models lie here.
+        reason = str(error).replace(f"{path}/", "")
+        raise UnusableRepository(f"{source.location} cannot be used: {reason}", model=source.name) from error
 
 
 def _find_adapter(source: ModelSource) -> Adapter | None:
