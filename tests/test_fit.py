@@ -119,7 +119,7 @@ def test_a_config_that_does_not_tell(config: dict[str, Any]) -> None:
     assert estimate_kv(config, "x") is None
     found = fit(facts(config), machine(), 4096)
     assert (found.fits, found.caches) == (True, ())
-    assert "weights 2.00 of 36.00 GB" in found.line()
+    assert "weights 2.0 GB of 36.0 GB" in found.line()
 
 
 def test_the_line_is_about_what_a_model_gets() -> None:

@@ -180,6 +180,7 @@ async def _serve(
     from mlxserve.store.registry import Registry
 
     registry = Registry()
+    registry.check()
     metrics = Metrics()
     if engine_config.draft_model is not None:
         draft_name = _served_name(registry, engine_config.draft_model)

@@ -33,6 +33,7 @@ from mlxserve.store.loader import LoadedModel
 from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts
 from mlxserve.store.model_source import Location, ModelSource
+from mlxserve.store.size_text import size_text
 from mlxserve.text.capabilities import capabilities
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -302,15 +303,15 @@ class Loading:
             handle.step_sinks.append(lambda step: observer.step_finished(source.name, step))
         load_seconds = time.monotonic() - started
         logger.info(
-            "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %.2f GB, KV cache up to %.2f GB)",
+            "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %s, KV cache up to %s)",
             source.name,
             source.location if source.adapter is None else f"{source.location} and {source.adapter}",
             load_seconds,
             loaded.architecture,
             loaded.num_parameters / 1e6,
             loaded.quantization,
-            (base.weight_bytes + own_bytes) / 1e9,
-            kv_bytes / 1e9,
+            size_text(base.weight_bytes + own_bytes),
+            size_text(kv_bytes),
         )
         description = ModelDescription(
             name=source.name,

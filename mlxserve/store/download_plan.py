@@ -8,6 +8,7 @@ from pathlib import Path
 from mlxserve.errors import DownloadError, UnusableRepository
 from mlxserve.store import repo_files
 from mlxserve.store.model_source import HubRepo
+from mlxserve.store.size_text import size_text
 
 PARTIAL_SUFFIX = ".mlxserve-partial"
 CHUNK_BYTES = 1 << 20
@@ -121,7 +122,7 @@ def check_disk(name: str, plan: Plan) -> None:
     free = shutil.disk_usage(plan.blobs.parent).free
     if needed and needed + FREE_BYTES > free:
         raise DownloadError(
-            f"{plan.location} needs {needed / 1e9:.2f} GB more and the disk of {cache_folder()} has "
-            f"{free / 1e9:.2f} GB free; make room (mlxserve list, mlxserve rm), or set HF_HOME to a larger disk",
+            f"{plan.location} needs {size_text(needed)} more and the disk of {cache_folder()} has "
+            f"{size_text(free)} free; make room (mlxserve list, mlxserve rm), or set HF_HOME to a larger disk",
             model=name,
         )

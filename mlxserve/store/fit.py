@@ -7,6 +7,7 @@ from mlxserve.errors import ModelTooLarge
 from mlxserve.store.kv_estimate import KVEstimate, estimate_kv
 from mlxserve.store.machine import Machine
 from mlxserve.store.model_facts import ModelFacts
+from mlxserve.store.size_text import size_text
 
 HEADROOM = 0.1
 """Share of the budget left to the arrays of a step; the engine leaves the same."""
@@ -54,7 +55,7 @@ class Fit:
 
     def line(self, bits: int | None = None) -> str:
         """For the log; `bits`: of the KV cache, None: as it is by itself."""
-        parts = [f"weights {self.weight_bytes / 1e9:.2f} of {self.machine.budget / 1e9:.2f} GB"]
+        parts = [f"weights {size_text(self.weight_bytes)} of {size_text(self.machine.budget)}"]
         for cache in [each for each in self.caches if bits in (None, each.bits)][:1]:
             streams = ", ".join(f"{count} of {length}" for length, count in cache.num_streams.items())
             parts.append(f"KV cache {cache.bytes_per_token / 1e3:.1f} KB a token, streams that fit: {streams} tokens")

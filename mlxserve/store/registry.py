@@ -45,6 +45,14 @@ class Registry:
         self._added: dict[str, ModelSource] = {}
         self._reading = threading.Lock()
 
+    def check(self) -> None:
+        """Read the files now, so that they hold on if they are broken later.
+
+        Raises:
+            ConfigError: one is wrong already.
+        """
+        _ = self.aliases
+
     def add(self, source: ModelSource) -> None:
         """Let a name stand for `source` in this process."""
         self._added[source.name] = source
