@@ -1,6 +1,6 @@
 """`python -m mlxserve`."""
 
-from mlxserve.cli.app import main
+from mlxserve.entry import main
 
 if __name__ == "__main__":
     main()

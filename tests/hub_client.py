@@ -7,10 +7,12 @@ import json
 import shutil
 import sys
 import threading
+from dataclasses import asdict
 from typing import Any
 
 from mlxserve.engine.library import Library, StoredModel
 from mlxserve.errors import MlxserveError
+from mlxserve.store.fit import Fit
 from mlxserve.store.registry import Registry
 
 library = Library(Registry())
@@ -51,6 +53,8 @@ def call_at_once(calls: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _plain(found: Any) -> Any:
     if isinstance(found, list):
         return [_plain(each) for each in found]
+    if isinstance(found, Fit):
+        return {"weights": found.weight_bytes, "caches": [asdict(each) for each in found.caches]}
     if isinstance(found, StoredModel):
         return {
             "name": found.name,

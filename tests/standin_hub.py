@@ -114,9 +114,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"id": name, "sha": commit, "siblings": siblings, **repo.card})
 
     def _send_file(self, file: str, data: bytes, span: str, commit: str) -> None:
-        start = int(span.removeprefix("bytes=").removesuffix("-")) if span else 0
+        start, _, last = span.removeprefix("bytes=").partition("-")
         etag = hashlib.sha256(data).hexdigest() if file.endswith(LFS_SUFFIXES) else git_hash(data)
-        body = data[start:]
+        body = data[int(start or 0) : int(last) + 1 if last else None]
         headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"}
         if self.command == "GET" and self.server.damaged.get(file, 0) > 0:
             self.server.damaged[file] -= 1

@@ -4,6 +4,7 @@ import signal
 import socket
 import subprocess
 import sys
+import types
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from fake_cli import FINISHED
 
 from mlxserve import __version__
-from mlxserve.cli import addresses, app
+from mlxserve.cli import addresses, app, serve
 from mlxserve.cli import run as run_command
 from mlxserve.cli.chat_backend import LocalBackend
 from mlxserve.cli.load_display import LoadDisplay
@@ -81,20 +82,20 @@ def test_wrong_usage_exits_2(mlxserve: Any) -> None:
 @pytest.mark.parametrize(
     ("flags", "env", "word"),
     [
-        (["--temperature", "nan"], {}, b"temperature"),
-        (["--top-p", "0"], {}, b"top_p"),
-        (["--max-tokens", "0"], {}, b"max_tokens"),
-        (["--port", "70000"], {}, b"port"),
+        (["--temperature", "nan"], {}, b"--temperature must"),
+        (["--top-p", "0"], {}, b"--top-p must"),
+        (["--max-tokens", "0"], {}, b"--max-tokens must"),
+        (["--port", "70000"], {}, b"--port must"),
         ([], {"MLXSERVE_BLOCK_SIZE": "12"}, b"block_size"),
         ([], {"MLXSERVE_PORT": "http"}, b"MLXSERVE_PORT"),
     ],
 )
 def test_impossible_settings_are_named(mlxserve: Any, flags: list[str], env: dict[str, str], word: bytes) -> None:
     done = mlxserve("run", "m", "hello", *flags, **env)
-    assert (done.returncode, done.stdout) == (1, b"")
-    assert done.stderr.startswith(b"Error: ")
-    assert word in done.stderr
-    assert done.stderr.count(b"\n") == 1
+    assert (done.returncode, done.stdout) == (2 if flags else 1, b"")
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith(b"Error: ")
+    assert word in error
 
 
 # --- run: one answer
@@ -339,6 +340,12 @@ def test_serve_ends_cleanly_on_sigterm_when_idle(start: Any) -> None:
     _, err = process.communicate(timeout=30)
     assert process.returncode == 0
     assert b"Traceback" not in err
+
+
+def test_serve_shows_how_to_ask_a_model_that_is_not_the_users_own() -> None:
+    host = types.SimpleNamespace(models=lambda: [types.SimpleNamespace(name=name) for name in ("a-mine", "smollm2")])
+    registry = types.SimpleNamespace(user_aliases={"a-mine": None})
+    assert serve._examples(host, registry) == ["smollm2", "a-mine"]
 
 
 def test_second_signal_ends_serve_at_once(start: Any) -> None:

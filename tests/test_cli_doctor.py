@@ -129,6 +129,29 @@ def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert checks.disk()[0].status is Status.FAIL
 
 
+@pytest.mark.parametrize(
+    ("platform", "load", "threads", "status"),
+    [
+        ("linux", 3.9, "", Status.OK),
+        ("linux", 4.1, "", Status.WARN),
+        ("linux", 4.1, "2", Status.OK),
+        ("darwin", 4.1, "", Status.OK),
+    ],
+)
+def test_a_busy_processor(
+    monkeypatch: pytest.MonkeyPatch, platform: str, load: float, threads: str, status: Status
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(checks.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(checks.os, "getloadavg", lambda: (load, 0.0, 0.0))
+    monkeypatch.setenv("MLXSERVE_THREADS", threads)
+    (check,) = checks.processor()
+    assert check.status is status
+    assert f"8 cores, load average {load}" in check.detail
+    assert ("threads is 2 (environment)" in check.detail) == bool(threads)
+    assert ("--threads 1" in check.advice) == (status is Status.WARN)
+
+
 def test_settings_and_models_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MLXSERVE_CONFIG_DIR", str(tmp_path))
     assert statuses(checks.config_file() + checks.models_file()) == {"settings": Status.OK, "models.toml": Status.OK}

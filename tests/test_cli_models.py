@@ -169,19 +169,13 @@ def test_create_by_a_modelfile(mlxserve: Command, folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        ("create x", "name the model to begin with: --from MODEL, or -f FILE"),
         ("create x --from none-such", "no model is called 'none-such'"),
-        (
-            "create x --from smollm2-135m --parameter top_k",
-            "--parameter takes NAME=VALUE, as temperature=0.2, not 'top_k'",
-        ),
         ("create x --from smollm2-135m --template none.jinja", "none.jinja cannot be read"),
         ("create x -f none", "none cannot be read"),
         ("create ../x --from smollm2-135m", "'../x' cannot be a name"),
         ("cp none-such x", "no model is called 'none-such'"),
         ("cp org/name x", "org/name is not on this machine; download it first: mlxserve pull org/name"),
         ("show ../none", "../none does not exist"),
-        ("show smollm2-135m --fit --system", "choose one of --fit"),
         ("rm none-such", "no model is called 'none-such'"),
         ("rm /etc/passwd", "no model is called '/etc/passwd'"),
         ("rm smollm2-135m", "which mlxserve did not put there and does not remove"),
@@ -193,6 +187,24 @@ def test_errors_say_what_to_do(mlxserve: Command, command: str, words: str) -> N
     assert (done.code, done.out) == (1, "")
     assert done.err.startswith("Error: ")
     assert words in done.err
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        ("create x", "name the model to begin with: --from MODEL, or -f FILE"),
+        (
+            "create x --from smollm2-135m --parameter top_k",
+            "--parameter takes NAME=VALUE, as temperature=0.2, not 'top_k'",
+        ),
+        ("create x --from smollm2-135m --parameter top_p=7", "--parameter top_p"),
+        ("show smollm2-135m --fit --system", "choose one of --fit"),
+    ],
+)
+def test_wrong_flags_are_wrong_usage(mlxserve: Command, command: str, words: str) -> None:
+    done = mlxserve(*command.split())
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err.splitlines()[-1]
 
 
 def test_names_that_come_with_mlxserve_are_hidden_by_force_only(mlxserve: Command, cached: None) -> None:
@@ -221,11 +233,18 @@ def test_pull_of_what_is_no_hub_model(mlxserve: Command) -> None:
 
 def test_rm(mlxserve: Command, cached: None) -> None:
     mlxserve("cp", "org/name", "mine")
+    assert "is the name it has already" in mlxserve("cp", "mine", "Mine").err
+    mlxserve("cp", "mine", "other")
     with server_with("Mine:latest") as port:
-        done = mlxserve("rm", "mine", "--port", port)
-        assert (done.code, done.err) == (1, "Error: mine is loaded; stop it first: mlxserve stop mine\n")
-        mlxserve("cp", "org/name", "second")
-        assert mlxserve("rm", "second", "--port", port).out == "deleted 'second'\n"
+        # No file goes with it.
+        assert mlxserve("rm", "other", "--port", port).out == "deleted 'other'\n"
+        for name in ("mine", "org/name"):
+            done = mlxserve("rm", name, "--port", port)
+            assert done.code == 1
+            assert (
+                f"the server at http://127.0.0.1:{port} has Mine loaded; stop that first (mlxserve stop Mine)"
+                in done.err
+            )
         done = mlxserve("rm", "mine", "no-such", "--port", port, "--force")
         assert done.code == 1
         assert re.fullmatch(r"deleted 'mine', \d+ KB freed\n", done.out)

@@ -9,17 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from fake_cli import FakeBackend
 from rich.console import Console
+from rich.markdown import Markdown
 
-from mlxserve.cli import markdown_view
+from mlxserve.cli import console, markdown_view
 from mlxserve.cli.answer import Answer, show_answer
 from mlxserve.cli.answer_view import Style
 from mlxserve.cli.attachment import read_attachment
 from mlxserve.cli.markdown_view import MarkdownBody, blocks, split_growing
 from mlxserve.cli.parameters import ChatParameters
 from mlxserve.cli.word_wrap import WordWrapper
-from mlxserve.errors import ConfigError, InvalidParameter
+from mlxserve.errors import InvalidParameter
 
 
 def wrap(text: str, width: int, cuts: tuple[int, ...] = ()) -> str:
@@ -106,7 +108,7 @@ a link (https://example.org)
 def plain_console(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
     """What Markdown is written to: a file of 40 columns."""
     written = io.StringIO()
-    monkeypatch.setattr(markdown_view, "Console", lambda **options: Console(file=written, width=40, **options))
+    monkeypatch.setattr(markdown_view, "open_rich", lambda **options: Console(file=written, width=40, **options))
     return written
 
 
@@ -162,12 +164,23 @@ def test_thoughts_stand_before_the_answer_and_are_no_part_of_it(capsys: pytest.C
 def test_thoughts_are_dim_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.delenv("NO_COLOR", raising=False)
     shown("ponder", Style())
     assert capsys.readouterr().out.startswith("\x1b[2mThinking...\n\x1b[0m\x1b[2mHm, \x1b[0m")
-    monkeypatch.setenv("TERM", "dumb")
-    shown("ponder", Style())
-    assert "\x1b" not in capsys.readouterr().out
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            shown("ponder", Style())
+            assert "\x1b" not in capsys.readouterr().out
+
+
+def test_no_color_is_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for value in ("", "1"):
+        monkeypatch.setenv("NO_COLOR", value)
+        written = io.StringIO()
+        console.open_rich(file=written, force_terminal=True).print(Markdown("some **bold** text"))
+        assert ("\x1b[1m" in written.getvalue()) == (value == "")
 
 
 def test_thoughts_can_be_hidden(capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,7 +215,7 @@ def test_styles(
 
 
 def test_markdown_without_wrapping_is_refused() -> None:
-    with pytest.raises(ConfigError, match="--nowordwrap"):
+    with pytest.raises(typer.BadParameter, match="--nowordwrap"):
         Style.for_stdout(markdown=True, wordwrap=False, hides_thoughts=False)
 
 

@@ -110,7 +110,31 @@ def test_a_manager_that_refuses(mlxserve: Any, manager: Manager, unit: Path) -> 
     manager.failing = "restart"
     done = mlxserve("service", "install")
     assert done.returncode == 1
-    assert done.stderr == b"Error: `systemctl --user restart mlxserve` failed: no bus here\n"
+    error = done.stderr.decode()
+    assert error.startswith(
+        f"Error: `systemctl --user restart mlxserve` failed: no bus here. {unit} was removed again. "
+    )
+    assert "loginctl enable-linger" in error
+    assert "--print" in error
+    assert (done.stdout, unit.exists()) == (b"", False)
+
+
+def test_a_failed_installation_leaves_the_service_that_was_there(mlxserve: Any, manager: Manager, unit: Path) -> None:
+    mlxserve("service", "install")
+    content = unit.read_bytes()
+    manager.failing = "restart"
+    done = mlxserve("service", "install", "--", "--port", "8080")
+    assert f"{unit} is as it was before.".encode() in done.stderr
+    assert unit.read_bytes() == content
+
+
+def test_what_cannot_be_asked_is_not_called_stopped(mlxserve: Any, manager: Manager, unit: Path) -> None:
+    mlxserve("service", "install")
+    manager.failing = "systemctl"
+    done = mlxserve("service", "status")
+    assert (done.returncode, b"service  not known: no bus here" in done.stdout) == (1, True)
+    done = mlxserve("service", "uninstall")
+    assert (done.returncode, done.stdout.decode()) == (0, f"removed {unit}; nothing was stopped: no bus here\n")
 
 
 @pytest.mark.parametrize(
@@ -118,9 +142,9 @@ def test_a_manager_that_refuses(mlxserve: Any, manager: Manager, unit: Path) -> 
     [
         (["--prot", "1"], 2, b"--prot"),
         (["--port", "many"], 2, b"--port"),
-        (["--api-key", "x"], 1, b"config.toml"),
-        (["--api-key=x"], 1, b"config.toml"),
-        (["--daemon"], 1, b"--daemon"),
+        (["--api-key", "x"], 2, b"config.toml"),
+        (["--api-key=x"], 2, b"config.toml"),
+        (["--daemon"], 2, b"--daemon"),
     ],
 )
 def test_flags_that_serve_would_refuse(

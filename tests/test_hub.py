@@ -18,6 +18,7 @@ from mlxserve.store.download_plan import PARTIAL_SUFFIX
 from mlxserve.store.model_source import LocalPath, ModelSource, PackageFile
 
 REPOS = {
+    "test/pickles": lambda: Repo({"config.json": b"{}", "pytorch_model.bin": b"pickle"}),
     "test/model": lambda: Repo(dict(FILES)),
     "test/remapped": lambda: own_code(model_type="kimi_k2", auto_map={"AutoModel": "own.Model"}),
     "test/gguf": lambda: Repo({f"m-{tag}.gguf": gguf_head("llama", 8) for tag in ("Q4_K_M", "Q4_0", "Q8_0", "F16")}),
@@ -72,6 +73,19 @@ def test_a_model_is_pulled_with_its_adapter(server, tmp_path):
     assert missing["error"] == "ModelNotFound"
     wrong = pull(server, tmp_path, "test/model+wrong")
     assert "has no adapter_config.json and no adapters.safetensors" in wrong["message"]
+
+
+def test_how_it_fits_is_known_before_a_download(server, tmp_path):
+    fits = {"method": "fit_of_remote", "name": "test/model"}
+    before, listed, _, after = run(server.url, tmp_path, fits, LIST, PULL, {"method": "fit", "name": "test/model"})
+    assert before["result"] == after["result"]
+    assert "test/model" not in [model["name"] for model in listed["result"]]
+    assert before["result"]["weights"] > 0
+    refused, unknown, offline = (
+        run(url, tmp_path, {"method": "fit_of_remote", "name": name})[0]["error"]
+        for url, name in ((server.url, "test/pickles"), (server.url, "test/none"), (closed_url(), "test/model"))
+    )
+    assert (refused, unknown, offline) == ("UnusableRepository", "RepositoryNotFound", "DownloadError")
 
 
 def test_what_is_here_is_not_fetched_again(server, tmp_path):
@@ -264,6 +278,11 @@ def test_commands_against_the_hub(server, tmp_path):
         out, err = process.communicate(timeout=60)
         return process.returncode, out, err
 
+    code, out, err = command("show", "test/model", "--fit")
+    assert (code, err) == (0, "test/model is not on this machine; this is what the hub says of its files.\n")
+    assert out.startswith("  Memory\n")
+    code, _, err = command("show", "test/pickles", "--fit")
+    assert (code, "test/pickles cannot be used" in err) == (1, True)
     assert command("pull", "test/model")[::2] == (0, "downloading test/model: 100 % of 385 KB\nsuccess\n")
     listed = json.loads(command("list", "test", "--json")[1])
     assert [(model["name"], model["size"], model["source"]) for model in listed] == [

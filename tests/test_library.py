@@ -119,6 +119,7 @@ def test_created_models(library: Library, user_file: Path, folder: Path) -> None
         ({"parameters": {"stop": 7}}, "stop", "must be a text or a list of texts"),
         ({"parameters": {"num_ctx": 0}}, "num_ctx", "must be a positive whole number"),
         ({"template": "{{ .Prompt }}"}, "template", "this is a Go template"),
+        ({"template": "{{ bos_token }}hello"}, "template", "does not read `messages`"),
         ({"template": "{{- range .Messages }}x{{ end }}"}, "template", "this is a Go template"),
         ({"template": "{% for m in messages %}"}, "template", "the template is no valid Jinja: "),
         ({"name": "a/b"}, "name", "'a/b' cannot be a name"),

@@ -27,6 +27,21 @@ class TestInside:
         site.debug.requests[0] = debug_request("chatcmpl-000waits", "prefill", front_end=0.02, queue=1.6, prefill=0.1)
         expect(row.locator(".state")).to_have_text("prefill")
 
+    @pytest.mark.parametrize("width", [390, 800, 1280])
+    def test_a_long_outcome_covers_nothing(self, site: Site, width: int) -> None:
+        outcome = "ContextLengthExceeded"
+        site.debug.requests.insert(0, debug_request("chatcmpl-0refused", "done", queue=0.1) | {"outcome": outcome})
+        page = site.open("/#inside")
+        page.set_viewport_size({"width": width, "height": 800})
+        row = page.locator('[data-request="chatcmpl-0refused"]')
+        expect(row.locator(".state")).to_have_attribute("title", outcome)
+        # At one time: rows move while others come.
+        ends, begins = row.evaluate(
+            "row => [row.querySelector('.state').getBoundingClientRect().right,"
+            " row.querySelector('.request-name').getBoundingClientRect().left]"
+        )
+        assert ends <= begins
+
     def test_numbers(self, site: Site) -> None:
         fill_debug(site)
         page = site.open("/#inside")

@@ -83,7 +83,7 @@ def test_thoughts_that_were_cut_off_stay_open(site: Site) -> None:
     ("thinking", "reasoning", "template_kwargs"),
     [
         ("off", Reasoning(enabled=False), {}),
-        ("on", Reasoning(), {"enable_thinking": True}),
+        ("on", Reasoning(enabled=True, param="chat_template_kwargs"), {"enable_thinking": True}),
         ("low", Reasoning(enabled=True, effort="low"), {}),
     ],
 )
@@ -100,7 +100,7 @@ def test_how_much_to_think_is_asked_for(
     expect(answers(page).last).to_contain_text("Hello, world!")
     first, second = (request.prompt for request in site.host.requests)
     assert (first.reasoning, first.template_kwargs) == (reasoning, template_kwargs)
-    assert (second.reasoning, second.template_kwargs) == (Reasoning(), {})
+    assert (second.reasoning.enabled, second.template_kwargs) == (None, {})
 
 
 def test_a_refusal_to_think_is_shown(site: Site) -> None:

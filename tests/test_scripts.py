@@ -149,6 +149,17 @@ def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
     assert any("--no-deps" in call for call in checkout.calls())
 
 
+def test_a_failed_installation_says_so_last(checkout: Checkout) -> None:
+    done = checkout.run("scripts/quickstart", FAILING="--editable")
+    assert done.stderr.splitlines()[-1].startswith("Error: the packages could not be installed")
+
+
+def test_quickstart_explains_itself(checkout: Checkout) -> None:
+    done = checkout.run("scripts/quickstart", "--help")
+    assert (done.returncode, done.stderr, checkout.calls()) == (0, "", [])
+    assert done.stdout.startswith("Usage: scripts/quickstart [PROMPT...]\n")
+
+
 def test_a_lock_left_by_a_dead_process_is_no_obstacle(checkout: Checkout) -> None:
     dead = subprocess.Popen(["true"])
     dead.wait()
@@ -191,7 +202,7 @@ def test_the_wheel_is_complete(tmp_path: Path) -> None:
     assert sources | {"mlxserve/py.typed", f"{info}/licenses/LICENSE"} <= names
     assert not [name for name in names if not name.startswith(("mlxserve/", info))]
     assert "smollm2-135m" in aliases
-    assert "mlxserve = mlxserve.cli.app:main" in entry_points
+    assert "mlxserve = mlxserve.entry:main" in entry_points
     assert metadata["Requires-Python"] == ">=3.11"
     assert metadata["License-Expression"] == "Apache-2.0"
     requirements = [requirement.replace('"', "'") for requirement in metadata.get_all("Requires-Dist", [])]

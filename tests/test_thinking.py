@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 from helpers_chat_models import HARMONY, PLAIN, QWEN, R1, SAID, model
 
+from mlxserve.api.openai.convert import chat_prompt
+from mlxserve.api.openai.schema import ChatCompletionRequest
 from mlxserve.core.generation import ChatPrompt, Reasoning
 from mlxserve.errors import InvalidParameter
 from mlxserve.text.chat_template import render
@@ -133,6 +135,31 @@ def test_the_clients_own_arguments_win() -> None:
     assert ending("qwen", **fields) == "<|im_start|>assistant\n"
     fields = {"template_kwargs": {"reasoning_effort": "high"}, "reasoning": Reasoning(enabled=False)}
     assert ending("harmony", **fields) == "Reasoning: high<|start|>assistant"
+
+
+@pytest.mark.parametrize(
+    ("template_kwargs", "template", "arguments"),
+    [
+        ({"enable_thinking": True}, DEEPSEEK, {"thinking": True}),
+        ({"thinking": False}, QWEN, {"enable_thinking": False}),
+        ({"enable_thinking": "yes"}, QWEN, {}),
+        ({"documents": True}, QWEN, {}),
+    ],
+)
+def test_a_switch_of_openais_dialect_is_one_for_every_template(
+    template_kwargs: dict[str, Any], template: str, arguments: dict[str, bool]
+) -> None:
+    body = ChatCompletionRequest(
+        model="m", messages=[{"role": "user", "content": "hi"}], chat_template_kwargs=template_kwargs
+    )
+    prompt = chat_prompt(body)
+    assert prompt.template_kwargs == template_kwargs
+    assert thinking_arguments(template, prompt.reasoning, can_think=True) == arguments
+    if True in arguments.values():
+        with pytest.raises(InvalidParameter, match="does not support thinking; leave 'chat_template_kwargs' out"):
+            thinking_arguments(PLAIN, prompt.reasoning, can_think=False)
+    effort = body.model_copy(update={"reasoning_effort": "none"})
+    assert chat_prompt(effort).reasoning == Reasoning(enabled=False)
 
 
 def test_a_model_that_always_thinks_is_given_empty_thoughts() -> None:

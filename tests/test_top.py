@@ -70,11 +70,31 @@ def test_a_bar_gives_each_stage_its_share() -> None:
 def test_the_line_of_a_model() -> None:
     old = step(time=10.0, num_rows=1000)
     steps = [old, step(time=98.1), step(time=99.0, num_prefill_tokens=64), step(time=99.9)]
-    line = top_view.model_line(model("m", steps=steps), 100.0).plain
+    line = top_view.model_line(model("m", steps=steps), 100.0, 200).plain
     assert "running 2  waiting 1" in line
     assert "steps/s 1.5  decode tok/s 3.0  prefill tok/s 32.0  step p50 100 ms" in line
     assert "[#======.................] 1 used, 10 cached of 40" in line
-    assert "idle" in top_view.model_line(model("m", steps=[old]), 100.0).plain
+    assert "idle" in top_view.model_line(model("m", steps=[old]), 100.0, 200).plain
+
+
+@pytest.mark.parametrize("width", [40, 60, 80])
+def test_the_blocks_of_a_model_stand_on_one_line(width: int) -> None:
+    line = top_view.model_line(model("m" * 20, steps=[]), 100.0, width).plain.splitlines()[-1]
+    assert (line.startswith("blocks ["), line.endswith("of 40"), len(line) <= width) == (True, True, True)
+
+
+def test_a_narrow_terminal_gets_fewer_numbers() -> None:
+    rows = [request(id="chatcmpl-0123456789", state="done")]
+    heads = {}
+    for width in (40, 60, 80):
+        lines = text_of(top_view.requests_table(rows, width), width).splitlines()
+        assert max(map(len, lines)) <= width
+        heads[width] = lines[0].split()[3:]
+    assert heads == {
+        40: ["TTFT"],
+        60: ["total", "TTFT", "prompt", "out"],
+        80: ["total", "TTFT", "prompt", "cached", "out"],
+    }
 
 
 def test_percentiles_are_of_whole_answers() -> None:
@@ -269,5 +289,5 @@ def test_another_program(
 @pytest.mark.parametrize("interval", ["0", "-1", "nan", "1e9"])
 def test_a_wrong_interval(interval: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     code, _, err = run_top(monkeypatch, capsys, "--interval", interval)
-    assert code == 1
+    assert code == 2
     assert "--interval" in err

@@ -12,7 +12,7 @@ from mlxserve.bench.results import Results, new_folder
 from mlxserve.bench.session import Log, Session
 from mlxserve.bench.target import KnownTarget
 from mlxserve.bench.workloads import Cell
-from mlxserve.errors import BenchError
+from mlxserve.errors import BenchError, BenchOptionError
 
 COLD_START = "cold-start"
 
@@ -41,15 +41,15 @@ async def run(options: Options, folder: Path, log: Log) -> None:
         BenchError: something asked for makes no sense, or the server failed; what was measured until then is written.
     """
     if not 1 <= options.runs <= plan.MAX_REQUESTS:
-        raise BenchError(f"--runs must be from 1 to {plan.MAX_REQUESTS:,}, not {options.runs}")
+        raise BenchOptionError(f"--runs must be from 1 to {plan.MAX_REQUESTS:,}, not {options.runs}")
     options.sizes.check(None)
     cells = plan.cells(options.workloads, options.sizes)
     cold = [cell for cell in cells if cell.workload == COLD_START]
     warm = [cell for cell in cells if cell.workload != COLD_START]
     if cold and options.url is not None:
-        raise BenchError("cold-start starts servers of its own and measures no other; leave --url out")
+        raise BenchOptionError("cold-start starts servers of its own and measures no other; leave --url out")
     if cold and options.model is None:
-        raise BenchError("cold-start starts servers of its own: name the model with --model")
+        raise BenchOptionError("cold-start starts servers of its own: name the model with --model")
     known = await _known(options) if warm else None
     name = known.target.model if known else options.model or ""
     if known is not None:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from mlxserve.bench.workloads import STREAM_PROMPT_TOKENS, Cell
-from mlxserve.errors import BenchError
+from mlxserve.errors import BenchError, BenchOptionError
 
 MAX_TOKENS = 1_000_000
 MAX_STREAMS = 1000
@@ -53,10 +53,10 @@ class Sizes:
         ):
             for value in values:
                 if not least <= value <= most:
-                    raise BenchError(f"{name} must be from {least:,} to {most:,}, not {value:,}")
+                    raise BenchOptionError(f"{name} must be from {least:,} to {most:,}, not {value:,}")
         for rate in self.rates:
             if not 0.001 <= rate <= 10_000:
-                raise BenchError(f"--rate must be from 0.001 to 10,000 requests a second, not {rate:g}")
+                raise BenchOptionError(f"--rate must be from 0.001 to 10,000 requests a second, not {rate:g}")
         longest = max(self.prompts, default=0) + max(self.outputs, default=0)
         if max_context is not None and longest > max_context:
             raise BenchError(
@@ -73,11 +73,11 @@ def cells(workloads: tuple[str, ...], sizes: Sizes) -> list[Cell]:
     """
     for name in workloads:
         if name not in WORKLOADS:
-            raise BenchError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
+            raise BenchOptionError(f"no workload {name!r}; there are {', '.join(WORKLOADS)}")
     if sizes.rates and (others := [name for name in workloads if name != "concurrency"]):
-        raise BenchError(f"--rate is of the workload concurrency, not of {', '.join(others)}")
+        raise BenchOptionError(f"--rate is of the workload concurrency, not of {', '.join(others)}")
     if sizes.rates and sizes.streams:
-        raise BenchError("--streams is a closed loop and --rate an open one; give one of them")
+        raise BenchOptionError("--streams is a closed loop and --rate an open one; give one of them")
     return list(dict.fromkeys(cell for name in workloads for cell in _MAKERS[name](sizes)))
 
 
@@ -142,7 +142,9 @@ def _one(values: tuple[int, ...], default: int) -> int:
         BenchError: there are several.
     """
     if len(values) > 1:
-        raise BenchError(f"this workload varies something else and takes one value, not {', '.join(map(str, values))}")
+        raise BenchOptionError(
+            f"this workload varies something else and takes one value, not {', '.join(map(str, values))}"
+        )
     return values[0] if values else default
 
 

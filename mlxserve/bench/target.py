@@ -8,7 +8,7 @@ from typing import Any
 
 from mlxserve.bench import client
 from mlxserve.bench.client import Reply, Target
-from mlxserve.errors import BenchError, TargetError
+from mlxserve.errors import BenchError, BenchOptionError, TargetError
 
 PROBE_TIMEOUT = 10.0
 """Seconds for an answer that needs no model."""
@@ -43,9 +43,11 @@ def parse_url(url: str, api_key: str | None) -> Target:
         parts = urllib.parse.urlsplit(url if "://" in url else f"http://{url}")
         port = parts.port or (443 if parts.scheme == "https" else 80)
     except ValueError as error:
-        raise BenchError(f"--url {url!r} is no address: {error}; write for example http://127.0.0.1:8080") from error
+        raise BenchOptionError(
+            f"--url {url!r} is no address: {error}; write for example http://127.0.0.1:8080"
+        ) from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise BenchError(f"--url {url!r} is no http address; write for example http://127.0.0.1:8080")
+        raise BenchOptionError(f"--url {url!r} is no http address; write for example http://127.0.0.1:8080")
     base = parts.path.rstrip("/").removesuffix("/v1")
     return Target(port, "", {}, parts.hostname, base, api_key, parts.scheme == "https")
 

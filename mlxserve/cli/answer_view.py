@@ -6,10 +6,11 @@ import sys
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+import typer
+
 from mlxserve.cli import console
 from mlxserve.cli.word_wrap import WordWrapper
 from mlxserve.core.generation import ReasoningDelta, TextDelta
-from mlxserve.errors import ConfigError
 
 Layout = Literal["plain", "wrapped", "markdown"]
 """As the model writes it; broken at words; rendered, which also breaks at words."""
@@ -26,10 +27,12 @@ class Style:
         and as it is.
 
         Raises:
-            ConfigError: Markdown without breaking at words is wanted.
+            typer.BadParameter: Markdown without breaking at words is wanted.
         """
         if markdown and not wordwrap:
-            raise ConfigError("--markdown breaks lines at words, and --nowordwrap forbids it; leave one of them out")
+            raise typer.BadParameter(
+                "--markdown breaks lines at words, and --nowordwrap forbids it; leave one of them out"
+            )
         is_terminal = sys.stdout.isatty()
         if markdown is None:
             markdown = is_terminal and not console.is_dumb_terminal() and wordwrap

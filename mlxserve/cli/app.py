@@ -1,5 +1,6 @@
 """The command line: its commands, and how failures are shown."""
 
+import errno
 import logging
 import os
 import sys
@@ -12,6 +13,7 @@ from typer.core import TyperGroup
 from mlxserve import __version__
 from mlxserve.cli import console
 from mlxserve.cli.bench import bench
+from mlxserve.cli.command import Command
 from mlxserve.cli.completion import completion, prepare_completion
 from mlxserve.cli.doctor import doctor
 from mlxserve.cli.edit_models import cp, create, rm
@@ -46,22 +48,22 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command(cls=RunCommand)(run)
-app.command()(serve)
-app.command()(pull)
-app.command("list")(list_models)
-app.command("ls", hidden=True)(list_models)
-app.command()(show)
-app.command()(search)
-app.command()(cp)
-app.command()(create)
-app.command()(rm)
-app.command()(ps)
-app.command()(stop)
-app.command()(top)
+app.command(cls=Command)(serve)
+app.command(cls=Command)(pull)
+app.command("list", cls=Command)(list_models)
+app.command("ls", cls=Command, hidden=True)(list_models)
+app.command(cls=Command)(show)
+app.command(cls=Command)(search)
+app.command(cls=Command)(cp)
+app.command(cls=Command)(create)
+app.command(cls=Command)(rm)
+app.command(cls=Command)(ps)
+app.command(cls=Command)(stop)
+app.command(cls=Command)(top)
 app.add_typer(bench, name="bench")
-app.command()(doctor)
-app.command("config")(show_config)
-app.command()(completion)
+app.command(cls=Command)(doctor)
+app.command("config", cls=Command)(show_config)
+app.command(cls=Command)(completion)
 app.add_typer(service, name="service")
 
 
@@ -82,6 +84,8 @@ def _root(
 
 def main() -> None:
     """Run the command of sys.argv and exit: 0, 1 after `Error: ...` on stderr, 2 for wrong usage, 130 for Ctrl-C."""
+    # "PyTorch was not found" is nothing to be told of: mlxserve uses the tokenizers only.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     prepare_completion()
     try:
         _run()
@@ -91,7 +95,7 @@ def main() -> None:
     except MlxserveError as error:
         _fail(str(error))
     except OSError as error:
-        _fail(str(error))
+        _fail(_os_error(error))
     except Exception as error:
         _fail(f"{type(error).__name__}: {error}. This is a fault of mlxserve; MLXSERVE_DEBUG=1 shows where.")
 
@@ -109,6 +113,14 @@ def _run() -> NoReturn:
             sys.stdout.flush()
         raise
     raise AssertionError("typer exits")
+
+
+def _os_error(error: OSError) -> str:
+    if console.is_stdout_broken():
+        return f"standard output cannot be written: {error.strerror}"
+    if error.errno == errno.ENOSPC and error.filename is None:
+        return f"standard output or a file cannot be written: {error.strerror}"
+    return str(error)
 
 
 def _fail(message: str) -> None:

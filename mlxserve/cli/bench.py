@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mlxserve import config
-from mlxserve.errors import BenchError, ConfigError
+from mlxserve.cli.command import Command
+from mlxserve.errors import BenchOptionError
 
 if TYPE_CHECKING:
     from mlxserve.bench.figures import Limits
@@ -24,7 +25,7 @@ def _bench(
     # What is hidden does not fit a screen; docs/cli.md lists every flag.
     url: Annotated[str | None, typer.Option(metavar="U", help="Address.  [the local mlxserve]")] = None,
     model: Annotated[str | None, typer.Option(metavar="M", help="Model.  [the only one]")] = None,
-    workload: Annotated[str, typer.Option(metavar="W,...", help="See docs/cli.md, or 'all'.")] = "concurrency",
+    workload: Annotated[str, typer.Option(metavar="W,...", help="Kind of load, or 'all'.")] = "concurrency",
     prompt: Annotated[str | None, typer.Option(metavar="N,...", help="Tokens of the prompts.")] = None,
     output_tokens: Annotated[str | None, typer.Option(metavar="N,...", help="Of the answers.")] = None,
     streams: Annotated[str | None, typer.Option(metavar="N,...", help="Closed loops at a time.")] = None,
@@ -38,7 +39,7 @@ def _bench(
     threads: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     quick: Annotated[bool, typer.Option("--quick", help="Small sizes, one run.")] = False,
 ) -> None:
-    """Measure a server. Example: mlxserve bench --workload mixed --output ./m"""
+    """Measure a server. docs/cli.md has the rest. Example: mlxserve bench --quick"""
     if context.invoked_subcommand is not None:
         return
     from mlxserve.bench import command, plan
@@ -68,10 +69,13 @@ def _bench(
         seed=seed,
         threads=threads,
     )
-    asyncio.run(command.run(options, output or _new_folder("bench"), _log))
+    try:
+        asyncio.run(command.run(options, output or _new_folder("bench"), _log))
+    except BenchOptionError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
-@bench.command()
+@bench.command(cls=Command)
 def compare(
     first: Annotated[Path, typer.Argument(metavar="A", help="Folder of a session (--output).")],
     second: Annotated[Path, typer.Argument(metavar="B", help="Folder of another one.")],
@@ -86,7 +90,7 @@ def compare(
     print(report.markdown(compare(first, second)), end="")
 
 
-@bench.command()
+@bench.command(cls=Command)
 def study(
     model: Annotated[str, typer.Option(metavar="M", help="Alias, repository, folder or file.")] = "smollm2-135m",
     output: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for report and raw data.")] = None,
@@ -103,7 +107,7 @@ def study(
 
     _end_like_ctrl_c()
     if runs < 1:
-        raise BenchError(f"--runs must be at least 1, not {runs}")
+        raise typer.BadParameter(f"--runs must be at least 1, not {runs}")
     options = study.Options(model, 1 if quick else runs, threads, seed, quick)
     asyncio.run(study.run(options, output or _new_folder("study"), _log))
 
@@ -131,14 +135,14 @@ def _integers(name: str, text: str | None) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in (text or "").split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError(f"{name} takes whole numbers separated by commas, not {text!r}") from error
+        raise typer.BadParameter(f"{name} takes whole numbers separated by commas, not {text!r}") from error
 
 
 def _numbers(name: str, text: str | None) -> tuple[float, ...]:
     try:
         return tuple(float(part) for part in (text or "").split(",") if part.strip())
     except ValueError as error:
-        raise ConfigError(f"{name} takes numbers separated by commas, not {text!r}") from error
+        raise typer.BadParameter(f"{name} takes numbers separated by commas, not {text!r}") from error
 
 
 def _limits(text: str | None) -> "Limits":
@@ -155,5 +159,5 @@ def _limits(text: str | None) -> "Limits":
         except ValueError:
             values[name] = -1.0
         if name not in ("ttft", "tpot") or not 0 < values[name] < float("inf"):
-            raise ConfigError(f"--goodput takes limits in milliseconds, as ttft=500,tpot=50, not {text!r}")
+            raise typer.BadParameter(f"--goodput takes limits in milliseconds, as ttft=500,tpot=50, not {text!r}")
     return Limits(**values)

@@ -127,6 +127,23 @@ def _wired_limit(total: int) -> Check:
     return Check("wired limit", Status.OK, f"{megabytes} MB")
 
 
+def processor() -> list[Check]:
+    """Cores, how busy they are, and the setting threads. The CPU computes where there is no Metal."""
+    cores = os.cpu_count() or 1
+    try:
+        load = os.getloadavg()[0]
+        setting = config.resolve({})["threads"]
+    except (OSError, ConfigError):
+        # A load that is not known is none to speak of; wrong settings are told by config_file().
+        return [Check("processor", Status.OK, f"{cores} cores")]
+    threads = "threads is not set" if setting.value is None else f"threads is {setting.value} ({setting.origin})"
+    detail = f"{cores} cores, load average {load:.1f}, {threads}"
+    if sys.platform != "darwin" and setting.value is None and load > cores / 2:
+        advice = "other programs compute, too, and threads that wait for one another are slow: try --threads 1"
+        return [Check("processor", Status.WARN, detail, f"{advice}, or MLXSERVE_THREADS=1")]
+    return [Check("processor", Status.OK, detail)]
+
+
 def disk() -> list[Check]:
     """Room for models, where the hub's client keeps them."""
     from huggingface_hub.constants import HF_HUB_CACHE
@@ -204,4 +221,14 @@ def hub() -> list[Check]:
     return [Check("hub", Status.OK, f"{constants.ENDPOINT} answers")]
 
 
-CHECKS: tuple[Callable[[], list[Check]], ...] = (python, mlx, memory, disk, config_file, models_file, port, hub)
+CHECKS: tuple[Callable[[], list[Check]], ...] = (
+    python,
+    mlx,
+    processor,
+    memory,
+    disk,
+    config_file,
+    models_file,
+    port,
+    hub,
+)

@@ -1,7 +1,7 @@
 """`mlxserve completion`: scripts by which a shell completes commands and flags."""
 
 import os
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
@@ -9,8 +9,22 @@ VARIABLE = "_MLXSERVE_COMPLETE"
 """By which the script asks this program what could come next."""
 
 
+SHELLS = ("bash", "zsh", "fish")
+
+
+def _known_shell(name: str) -> str:
+    if name not in SHELLS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(SHELLS)}")
+    return name
+
+
 def completion(
-    shell: Annotated[Literal["bash", "zsh", "fish"], typer.Argument(metavar="bash|zsh|fish", hidden=True)],
+    shell: Annotated[
+        str,
+        typer.Argument(
+            metavar="SHELL", help="bash, zsh or fish.", callback=_known_shell, autocompletion=lambda: list(SHELLS)
+        ),
+    ],
 ) -> None:
     """Print a script that lets Tab complete commands and flags.
 

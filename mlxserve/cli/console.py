@@ -4,9 +4,12 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mlxserve.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # C0 and C1 controls except tab and newline: an answer must not be able to move the cursor or retitle the window.
 _CONTROLS = {code: None for code in [*range(0x20), 0x7F, *range(0x80, 0xA0)] if chr(code) not in "\t\n"}
@@ -20,8 +23,7 @@ def write_answer(text: str) -> None:
 
 def write_dimmed(text: str) -> None:
     """Write clean text to stdout at once, less bright than an answer where stdout is a terminal that can."""
-    # Dim is no colour, so NO_COLOR does not speak of it.
-    dims = sys.stdout.isatty() and not is_dumb_terminal()
+    dims = sys.stdout.isatty() and not is_plain()
     sys.stdout.write(f"\x1b[2m{text}\x1b[0m" if dims and text else text)
     sys.stdout.flush()
 
@@ -34,6 +36,20 @@ def clean(text: str) -> str:
 def is_dumb_terminal() -> bool:
     """Whether TERM says that escape sequences would only litter the screen."""
     return os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
+
+
+def is_plain() -> bool:
+    """Whether nothing is to be coloured, bold or dimmed: NO_COLOR (https://no-color.org), or a terminal that cannot."""
+    return bool(os.environ.get("NO_COLOR")) or is_dumb_terminal()
+
+
+def open_rich(*, stderr: bool = False, **options: Any) -> "Console":
+    """A console of rich's that keeps to is_plain()."""
+    # Not at the top: rich takes long to import.
+    from rich.console import Console
+
+    # rich's own idea of NO_COLOR leaves bold and dim.
+    return Console(stderr=stderr, color_system=None if is_plain() else "auto", **options)
 
 
 def notice(text: str) -> None:
@@ -73,6 +89,17 @@ def abandon_stdout() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def is_stdout_broken() -> bool:
+    """Whether stdout takes nothing any more, as on a full disk; if so it is pointed elsewhere."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        abandon_stdout()
+        return True
+    return False
+
+
 def leave(code: int) -> NoReturn:
     """Exit now, without waiting for threads: a download or a load in one of them cannot be interrupted."""
     for stream in (sys.stdout, sys.stderr):
@@ -86,7 +113,5 @@ def spinner(text: str) -> Iterator[None]:
     if not sys.stderr.isatty():
         yield
         return
-    from rich.console import Console
-
-    with Console(stderr=True).status(text):
+    with open_rich(stderr=True).status(text):
         yield

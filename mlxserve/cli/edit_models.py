@@ -9,8 +9,8 @@ from mlxserve import config
 from mlxserve.cli import console, logs
 from mlxserve.cli.addresses import client_url
 from mlxserve.cli.models import open_library
-from mlxserve.cli.options import Host, Port
-from mlxserve.errors import ConfigError, MlxserveError
+from mlxserve.cli.options import Host, Port, load_config
+from mlxserve.errors import ConfigError, InvalidParameter, MlxserveError, ModelInUse
 
 if TYPE_CHECKING:
     from mlxserve.engine.library import Library
@@ -21,7 +21,7 @@ HIDE_HELP = "Also a name that comes with mlxserve."
 
 
 def rm(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Your name, or org/name.")],
     force: Annotated[bool, typer.Option("--force", help="Also if a server has it loaded.")] = False,
     host: Host = None,
     port: Port = None,
@@ -33,15 +33,16 @@ def rm(
     Example: mlxserve rm mlx-community/Qwen3-4B-4bit
     """
     logs.configure("warning")
-    _, server_config = config.load_config(host=host, port=port)
+    _, server_config = load_config(host=host, port=port)
     from mlxserve.cli.model_view import size
 
     library = open_library()
-    loaded = set() if force else _loaded_locations(library, server_config)
     failed = False
     for name in models:
         try:
-            freed = library.remove(name, loaded)
+            if not force:
+                _refuse_loaded(library, name, server_config)
+            freed = library.remove(name)
         except MlxserveError as error:
             console.notice(f"Error: {error}")
             failed = True
@@ -80,13 +81,14 @@ def create(
     given = read_modelfile(file) if file is not None else Modelfile()
     origin = base or given.base
     if origin is None:
-        raise ConfigError("name the model to begin with: --from MODEL, or -f FILE with a FROM line")
+        raise typer.BadParameter("name the model to begin with: --from MODEL, or -f FILE with a FROM line")
+    parameters = _parameters(parameter or [])
     created = open_library().create(
         name,
         origin,
         system=system if system is not None else given.system,
         template=_read(template) if template is not None else given.template,
-        parameters={**given.parameters, **_parameters(parameter or [])},
+        parameters={**given.parameters, **parameters},
         license=license or given.license,
         allow_paths=True,
         may_hide=force,
@@ -95,15 +97,22 @@ def create(
 
 
 def _parameters(pairs: list[str]) -> dict[str, Any]:
+    """Raises typer.BadParameter: no such parameter, or a value that it cannot have."""
+    from mlxserve.store.model_parameters import parse_parameters
+
     found: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.strip():
-            raise ConfigError(f"--parameter takes NAME=VALUE, as temperature=0.2, not {pair!r}")
+            raise typer.BadParameter(f"--parameter takes NAME=VALUE, as temperature=0.2, not {pair!r}")
         if name.strip() == "stop":
             found.setdefault("stop", []).append(value)
         else:
             found[name.strip()] = value.strip()
+    try:
+        parse_parameters(found)
+    except InvalidParameter as error:
+        raise typer.BadParameter(f"--parameter {error}") from error
     return found
 
 
@@ -114,10 +123,19 @@ def _read(file: str) -> str:
         raise ConfigError(f"{file} cannot be read: {error}") from error
 
 
-def _loaded_locations(library: "Library", server_config: config.ServerConfig) -> "set[Location]":
-    """What the server, if one runs, has in memory."""
+def _refuse_loaded(library: "Library", name: str, server_config: config.ServerConfig) -> None:
+    """Ask the server, if one runs, what it has loaded.
+
+    Raises:
+        ModelInUse: a model of which this is the last name, or whose files would be removed with it.
+    """
     import httpx
 
+    from mlxserve.engine.library import share_files
+
+    unshared = library.unshared(name)
+    if not unshared:
+        return
     key = server_config.api_key
     address = client_url(server_config.host, server_config.port)
     try:
@@ -127,13 +145,26 @@ def _loaded_locations(library: "Library", server_config: config.ServerConfig) ->
             timeout=PROBE_SECONDS,
             trust_env=False,
         )
-        names = {entry["name"] for entry in reply.json()["models"]} if reply.status_code == 200 else set()
+        loaded = {entry["name"] for entry in reply.json()["models"]} if reply.status_code == 200 else set()
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
+        return
+    in_use = sorted(
+        each
+        for each in loaded
+        if any(share_files(mine, other) for mine in unshared for other in _locations(library, each))
+    )
+    if in_use:
+        names = " ".join(each.removesuffix(":latest") for each in in_use)
+        raise ModelInUse(
+            f"{name} is in use: the server at {address} has {names} loaded; stop that first "
+            f"(mlxserve stop {names}), or use --force",
+            model=name,
+        )
+
+
+def _locations(library: "Library", loaded: str) -> "set[Location]":
+    """Of a loaded model; none of one whose name only the server knows."""
+    try:
+        return library.registry.locations(loaded)
+    except MlxserveError:
         return set()
-    found: set[Location] = set()
-    for name in names:
-        try:
-            found |= library.registry.locations(name)
-        except MlxserveError:
-            continue
-    return found

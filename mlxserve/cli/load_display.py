@@ -1,19 +1,25 @@
 """What is seen on stderr while a model is downloaded and loaded."""
 
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from mlxserve.cli.console import notice, spinner
+from mlxserve.cli.console import notice, open_rich, spinner
 from mlxserve.cli.model_view import size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
 
 
+TELL_SECONDS = 5.0
+"""Where there is no spinner: what takes longer than this gets a line."""
+
+
 class LoadDisplay:
-    """A spinner, and a bar for a download; where stderr is no terminal, a line for each tenth of it."""
+    """A spinner, and a bar for a download; where stderr is no terminal, a line if it takes long, and one for each
+    tenth of a download."""
 
     def __init__(self) -> None:
         self._name = ""
@@ -26,6 +32,8 @@ class LoadDisplay:
         """Show what is done with `name` while the block runs."""
         self._name = name
         self._shown.enter_context(spinner(f"{doing} {name}"))
+        if not sys.stderr.isatty():
+            self._shown.enter_context(_told_after(TELL_SECONDS, f"{doing} {name} ..."))
         try:
             yield
         finally:
@@ -44,7 +52,6 @@ class LoadDisplay:
     def _show_bar(self, num_bytes: int, total_bytes: int) -> None:
         if self._bar is None:
             # Not at the top: rich takes long to import, and most runs download nothing.
-            from rich.console import Console
             from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
             from rich.progress import TransferSpeedColumn as SpeedColumn
 
@@ -56,8 +63,19 @@ class LoadDisplay:
                 SpeedColumn(),
                 TimeRemainingColumn(),
             )
-            self._bar = self._shown.enter_context(Progress(*columns, console=Console(stderr=True)))
+            self._bar = self._shown.enter_context(Progress(*columns, console=open_rich(stderr=True)))
             # What is here already must not count as speed.
             self._bar.add_task(f"downloading {self._name}", completed=num_bytes, total=total_bytes or None)
         task = self._bar.tasks[0]
         self._bar.update(task.id, completed=num_bytes, total=total_bytes or None)
+
+
+@contextmanager
+def _told_after(seconds: float, text: str) -> Iterator[None]:
+    timer = threading.Timer(seconds, notice, [text])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

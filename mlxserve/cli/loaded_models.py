@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxserve import config
 from mlxserve.cli import console
-from mlxserve.cli.options import Host, Json, Port
+from mlxserve.cli.options import Host, Json, Port, load_config
 from mlxserve.cli.server_client import ServerClient, open_client
 from mlxserve.cli.table import print_table
 from mlxserve.errors import ModelNotFound
@@ -28,7 +27,7 @@ def ps(
 ) -> None:
     """List the models in a server's memory. Example: mlxserve ps --port 8080"""
     console.make_stdout_lenient()
-    _, server_config = config.load_config(host=host, port=port)
+    _, server_config = load_config(host=host, port=port)
     with open_client(server_config) as client:
         models = _loaded(client)
     if as_json:
@@ -41,7 +40,7 @@ def ps(
 
 
 def stop(
-    model: Annotated[list[str], typer.Argument(metavar="MODEL", hidden=True)],
+    model: Annotated[list[str], typer.Argument(metavar="MODEL", help="Name, as `mlxserve ps` shows it.")],
     host: Host = None,
     port: Port = None,
 ) -> None:
@@ -50,7 +49,7 @@ def stop(
     Answers that are under way are given first.
     """
     console.make_stdout_lenient()
-    _, server_config = config.load_config(host=host, port=port)
+    _, server_config = load_config(host=host, port=port)
     # No limit: the server answers when the model's last request has ended.
     with open_client(server_config, timeout=None) as client:
         loaded = {_canonical(str(entry.get("name"))) for entry in _loaded(client)}

@@ -10,7 +10,7 @@ from rich.live import Live
 from rich.markdown import Heading, Markdown
 from rich.segment import Segment
 
-from mlxserve.cli.console import clean
+from mlxserve.cli.console import clean, open_rich
 
 REFRESH_RATE = 12
 """Times a second that the block which is still growing is drawn anew at most."""
@@ -27,7 +27,7 @@ class MarkdownBody:
     """
 
     def __init__(self) -> None:
-        self._console = Console(highlight=False, markup=False, emoji=False)
+        self._console = open_rich(highlight=False, markup=False, emoji=False)
         self._live: Live | None = None
         self._redrawing: asyncio.TimerHandle | None = None
         self._drawn_at = 0.0

@@ -6,10 +6,11 @@ import typer
 
 from mlxserve.cli import console, logs
 from mlxserve.cli.options import Json
-from mlxserve.errors import ConfigError
+from mlxserve.errors import DownloadError, ModelNotFound
 
 if TYPE_CHECKING:
     from mlxserve.engine.library import Library
+    from mlxserve.store.fit import Fit
 
 
 def open_library() -> "Library":
@@ -22,7 +23,7 @@ def open_library() -> "Library":
 
 
 def list_models(
-    text: Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Only names that begin with it.")] = None,
+    text: Annotated[str | None, typer.Argument(metavar="TEXT", help="Only names that begin with it.")] = None,
     json: Json = False,
 ) -> None:
     """List the models of this machine. Example: mlxserve list --json"""
@@ -52,19 +53,19 @@ def show(
 ) -> None:
     """Show what is known of a model. Example: mlxserve show qwen3-4b --fit"""
     if sum((fit, template, license, parameters, system)) > 1:
-        raise ConfigError("choose one of --fit, --template, --license, --parameters and --system")
+        raise typer.BadParameter("choose one of --fit, --template, --license, --parameters and --system")
     console.make_stdout_lenient()
     library = open_library()
     from mlxserve.cli import model_view
 
-    found = library.show(model, allow_paths=True)
     if fit:
-        fitting = library.fit(model, allow_paths=True)
+        fitting = _fit(library, model)
         if json:
             model_view.print_json(model_view.fit_as_json(fitting))
         else:
             print(model_view.fit_report(fitting))
         return
+    found = library.show(model, allow_paths=True)
     only: dict[str, Any] = {}
     if template:
         only["template"] = found.template
@@ -80,6 +81,23 @@ def show(
         print(model_view.parameters(found) if parameters else next(iter(only.values())) or "")
     else:
         print(model_view.details(found))
+
+
+def _fit(library: "Library", model: str) -> "Fit":
+    """How a model fits; one that is not here by what the hub says, which a line on stderr tells."""
+    try:
+        return library.fit(model, allow_paths=True)
+    except ModelNotFound as not_here:
+        try:
+            with console.spinner("asking the hub"):
+                found = library.fit_of_remote(model)
+        except (ModelNotFound, DownloadError) as error:
+            # What the hub's client raised is its cause: without an answer there is nothing to add.
+            if isinstance(error, ModelNotFound) or error.__cause__ is not None:
+                raise not_here from None
+            raise
+    console.notice(f"{model} is not on this machine; this is what the hub says of its files.")
+    return found
 
 
 def search(

@@ -11,7 +11,7 @@ from mlxserve.errors import ModelError
 
 
 def pull(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Alias, org/name[:Q8_0][@revision].")],
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Alias, org/name[:Q8_0][@revision].")],
 ) -> None:
     """Download models, or bring them up to date; files are verified.
 

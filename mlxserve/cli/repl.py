@@ -7,6 +7,7 @@ from mlxserve.cli.answer import Answer, on_interrupt, show_answer
 from mlxserve.cli.commands import Commands, unquote
 from mlxserve.cli.console import notice
 from mlxserve.cli.prompt_reader import LineAbandoned
+from mlxserve.cli.refusals import in_commands
 from mlxserve.cli.session import Session
 from mlxserve.cli.statistics import statistics_lines
 from mlxserve.errors import MlxserveError
@@ -74,7 +75,7 @@ class Repl:
             await asyncio.wait([showing])
         error = None if showing.cancelled() else showing.exception()
         if isinstance(error, MlxserveError):
-            notice(f"Error: {error}")
+            notice(f"Error: {in_commands(error)}")
         elif error is not None:
             raise error
         # A question without any answer is forgotten: templates want the roles to take turns.

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
 from mlxserve import config
 from mlxserve.cli import console, logs
@@ -16,15 +15,17 @@ from mlxserve.cli.answer import Answer, show_answer
 from mlxserve.cli.answer_view import Style
 from mlxserve.cli.attachment import read_attachment
 from mlxserve.cli.chat_backend import ChatBackend, LocalBackend, Message, open_backend
+from mlxserve.cli.command import Command
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_duration_option
+from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, build, parse_duration_option
 from mlxserve.cli.parameters import ChatParameters
+from mlxserve.cli.refusals import in_flags
 from mlxserve.cli.session import Session
 from mlxserve.cli.statistics import statistics_lines
-from mlxserve.errors import ConfigError
+from mlxserve.errors import ConfigError, InvalidParameter, ModelNotFound, RequestError
 
 
-class RunCommand(TyperCommand):
+class RunCommand(Command):
     """`--think` may stand alone or have a value after `=`, never as the next word, which is the prompt."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -33,8 +34,8 @@ class RunCommand(TyperCommand):
 
 def run(
     # What is hidden does not fit a screen; docs/cli.md lists every flag.
-    model: Annotated[str, typer.Argument(metavar="MODEL", hidden=True)],
-    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", hidden=True)] = None,
+    model: Annotated[str, typer.Argument(metavar="MODEL")],
+    prompt: Annotated[list[str] | None, typer.Argument(metavar="PROMPT")] = None,
     verbose: Annotated[bool, typer.Option("--verbose", help="Print statistics after each answer.")] = False,
     system: Annotated[str | None, typer.Option(metavar="TEXT", help="System message.")] = None,
     file: Annotated[
@@ -49,12 +50,12 @@ def run(
     top_p: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
     top_k: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     min_p: Annotated[float | None, typer.Option(metavar="X", hidden=True)] = None,
-    seed: Annotated[int | None, typer.Option(metavar="N", help="Same seed and prompt: same answer.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", hidden=True)] = None,
     max_tokens: Annotated[int | None, typer.Option(metavar="N", help="Longest answer, in tokens.")] = None,
     markdown: Annotated[
         bool | None, typer.Option("--markdown/--no-markdown", help="Render it.  [on a terminal]")
     ] = None,
-    nowordwrap: Annotated[bool, typer.Option("--nowordwrap", help="Break no lines; no Markdown.")] = False,
+    nowordwrap: Annotated[bool, typer.Option("--nowordwrap", hidden=True)] = False,
     keepalive: Annotated[
         float | None,
         typer.Option(metavar="D", parser=parse_duration_option, help="Server keeps MODEL: 5m, 0, -1 for ever."),
@@ -67,25 +68,30 @@ def run(
     port: Port = None,
     local: Annotated[bool, typer.Option("--local", help="Never use a running server.")] = False,
 ) -> None:
-    """Answer PROMPT, or converse without one. docs/cli.md has every flag.
+    """Answer PROMPT, or converse without one. What is piped in goes before PROMPT.
+    MODEL is a name of `mlxserve list`, org/name of the hub, a folder or a .gguf
+    file. docs/cli.md has every flag.
 
     Example: git diff | mlxserve run qwen3-4b 'Write a commit message'
     """
     flags = {"max_model_len": max_model_len, "speculation": speculation, "draft_model": draft_model}
     settings = config.resolve({**flags, "threads": threads, "host": host, "port": port})
-    engine_config, server_config = config.build(settings)
+    engine_config, server_config = build(settings)
     quiet = settings["log_level"].origin == "default"
     logs.configure("warning" if quiet else server_config.log_level)
     console.make_stdout_lenient()
     for warning in config.unknown_variables():
         console.warn(warning)
-    parameters = ChatParameters(
-        temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
-    )
+    try:
+        parameters = ChatParameters(
+            temperature=temperature, top_p=top_p, top_k=top_k, min_p=min_p, seed=seed, max_tokens=max_tokens
+        )
+        if think is not None:
+            parameters = parameters.with_think(think)
+    except InvalidParameter as error:
+        raise in_flags(error) from error
     if format is not None:
         parameters = parameters.with_format(format)
-    if think is not None:
-        parameters = parameters.with_think(think)
     display = LoadDisplay()
     # Read before stdin: a wrong name should not wait for what is piped in.
     attachments = [read_attachment(name) for name in file or ()]
@@ -113,7 +119,10 @@ def run(
         ),
     )
     named = not local and "flag" in (settings["host"].origin, settings["port"].origin)
-    asyncio.run(work.run(client_url(server_config.host, server_config.port) if named else None))
+    try:
+        asyncio.run(work.run(client_url(server_config.host, server_config.port) if named else None))
+    except RequestError as error:
+        raise in_flags(error) from error
 
 
 def _prompt(words: list[str] | None, attachments: list[str]) -> str | None:
@@ -128,6 +137,22 @@ def _prompt(words: list[str] | None, attachments: list[str]) -> str | None:
             raise ConfigError("there is no prompt, and no terminal for a conversation; give the prompt as an argument")
         raise ConfigError("standard input is empty; pipe a prompt in, or give one as an argument")
     return prompt
+
+
+def _require_thinking(model: str) -> None:
+    """Refuse before the weights are loaded what would be refused after that. A model that is not here yet is not known.
+
+    Raises:
+        InvalidParameter: the model does not think.
+    """
+    from mlxserve.cli.models import open_library
+
+    try:
+        capabilities = open_library().show(model, allow_paths=True).capabilities
+    except ModelNotFound:
+        return
+    if "thinking" not in capabilities:
+        raise InvalidParameter(f"{model} does not support thinking; leave 'think' out", param="think")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +176,8 @@ class _Run:
         backend = await self.open_model(self.model)
         if named_server is not None and isinstance(backend, LocalBackend):
             console.notice(f"No server with {self.model} at {named_server}; running the model in this process.")
+        if self.parameters.think and isinstance(backend, LocalBackend):
+            await asyncio.to_thread(_require_thinking, self.model)
         session: Session | None = None
         try:
             with self.display.loading(self.model):

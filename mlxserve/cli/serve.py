@@ -16,7 +16,16 @@ import typer
 from mlxserve import __version__, blas, config
 from mlxserve.cli import addresses, console, logs
 from mlxserve.cli.load_display import LoadDisplay
-from mlxserve.cli.options import DraftModel, Host, Port, Speculation, Threads, parse_duration_option, parse_size_option
+from mlxserve.cli.options import (
+    DraftModel,
+    Host,
+    Port,
+    Speculation,
+    Threads,
+    load_config,
+    parse_duration_option,
+    parse_size_option,
+)
 from mlxserve.config import EngineConfig, ServerConfig
 from mlxserve.errors import ConfigError, ModelNotFound
 
@@ -80,7 +89,7 @@ def serve(
 
     Example: mlxserve serve --model qwen3-4b --port 8080
     """
-    engine_config, server_config = config.load_config(
+    engine_config, server_config = load_config(
         host=host,
         port=port,
         api_key=api_key,
@@ -208,7 +217,9 @@ async def _serve(
                 headers=[("server", f"mlxserve/{__version__}")],
                 timeout_graceful_shutdown=math.ceil(server_config.shutdown_timeout) + FLUSH_SECONDS,
             ),
-            on_started=lambda: print(_announcement(host, models, listeners, server_config), flush=True),
+            on_started=lambda: print(
+                _announcement(models or _examples(host, registry), bool(models), listeners, server_config), flush=True
+            ),
         )
         serving = asyncio.create_task(server.serve(sockets=listeners))
         if await signals.interrupts(serving):
@@ -276,12 +287,18 @@ async def _drain(host: "ModelHost", seconds: float) -> None:
     await host.close(timeout=seconds)
 
 
+def _examples(host: "ModelHost", registry: "Registry") -> list[str]:
+    """What there is to be asked, those first that are not the user's own: these may behave in any way."""
+    own = registry.user_aliases
+    return sorted((info.name for info in host.models()), key=own.__contains__)
+
+
 def _announcement(
-    host: "ModelHost", models: list[str], listeners: list[socket.socket], server_config: ServerConfig
+    models: list[str], are_loaded: bool, listeners: list[socket.socket], server_config: ServerConfig
 ) -> str:
     url = addresses.client_url(server_config.host, listeners[0].getsockname()[1])
-    loaded = f"serves {', '.join(models)}" if models else "loads models when they are asked for"
-    name = models[0] if models else next((info.name for info in host.models()), "MODEL")
+    loaded = f"serves {', '.join(models)}" if are_loaded else "loads models when they are asked for"
+    name = models[0] if models else "MODEL"
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
     key = ' -H "Authorization: Bearer $MLXSERVE_API_KEY"' if server_config.api_key else ""
     return (

@@ -14,11 +14,13 @@ import typer
 from mlxserve import config
 from mlxserve.cli import service_files
 from mlxserve.cli.addresses import client_url
+from mlxserve.cli.command import Command
 from mlxserve.cli.daemon import probe
 from mlxserve.errors import ConfigError, EngineError
 
 service = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None)
 COMMAND_TIMEOUT = 30.0
+RUNNING = "running"
 
 
 @service.callback()
@@ -29,10 +31,10 @@ def _service() -> None:
     """
 
 
-@service.command(context_settings={"allow_interspersed_args": False})
+@service.command(cls=Command, context_settings={"allow_interspersed_args": False})
 def install(
     context: typer.Context,
-    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS", hidden=True)] = None,
+    flags: Annotated[list[str] | None, typer.Argument(metavar="-- FLAGS")] = None,
     prints: Annotated[bool, typer.Option("--print", help="Show the file, and write nothing.")] = False,
 ) -> None:
     """Write the service's file, start it now and at every login.
@@ -48,29 +50,35 @@ def install(
     if prints:
         print(content.decode(), end="")
         return
+    old = manager.path.read_bytes() if manager.path.exists() else None
     manager.path.parent.mkdir(parents=True, exist_ok=True)
     manager.path.write_bytes(content)
-    print(f"wrote {manager.path}")
     if shutil.which(manager.tool) is None:
+        print(f"wrote {manager.path}")
         print(f"{manager.tool} is not here; load the file with the service manager of this machine")
         return
-    manager.start()
+    try:
+        manager.start()
+    except EngineError as error:
+        raise EngineError(f"{error}. {_take_back(manager, old)} {manager.advice}") from error
+    print(f"wrote {manager.path}")
     print(f"started; `mlxserve service status` shows it, {manager.log_hint}")
 
 
-@service.command()
+@service.command(cls=Command)
 def uninstall() -> None:
     """Stop the service and remove its file. Example: mlxserve service uninstall"""
     manager = _manager()
     if not manager.path.exists():
         raise ConfigError(f"the service is not installed: there is no {manager.path}")
-    if shutil.which(manager.tool) is not None:
-        manager.stop()
+    problem = manager.stop() if shutil.which(manager.tool) is not None else f"{manager.tool} is not here"
     manager.path.unlink()
-    print(f"stopped, and removed {manager.path}")
+    print(
+        f"removed {manager.path}; nothing was stopped: {problem}" if problem else f"stopped, and removed {manager.path}"
+    )
 
 
-@service.command()
+@service.command(cls=Command)
 def status() -> None:
     """Show whether the service runs. Example: mlxserve service status
 
@@ -79,12 +87,12 @@ def status() -> None:
     manager = _manager()
     _, server_config = config.load_config()
     installed = manager.path.exists()
-    running = installed and shutil.which(manager.tool) is not None and manager.is_running()
+    state = manager.state() if installed and shutil.which(manager.tool) is not None else "not running"
     url = client_url(server_config.host, server_config.port)
     print(f"file     {manager.path if installed else 'not installed'}")
-    print(f"service  {'running' if running else 'not running'}")
+    print(f"service  {state}")
     print(f"address  {url}: {probe(url) or 'nothing answers'}")
-    raise typer.Exit(0 if running else 1)
+    raise typer.Exit(0 if state == RUNNING else 1)
 
 
 class _Manager(Protocol):
@@ -97,15 +105,22 @@ class _Manager(Protocol):
     def log_hint(self) -> str: ...
 
     @property
+    def advice(self) -> str:
+        """What to do where services cannot be started."""
+
+    @property
     def path(self) -> Path: ...
 
     def file(self, arguments: Sequence[str], environment: dict[str, str]) -> bytes: ...
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Raises EngineError: it cannot be started."""
 
-    def stop(self) -> None: ...
+    def stop(self) -> str:
+        """Stop it now and for the next logins; why that could not be done, or nothing."""
 
-    def is_running(self) -> bool: ...
+    def state(self) -> str:
+        """RUNNING, or what else is known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +128,10 @@ class _Launchd:
     path: Path
     log: Path
     tool: str = "launchctl"
+    advice: str = (
+        "launchd starts agents of users who are logged in at the screen: try it there, or see the file with "
+        "`mlxserve service install --print` and load it by other means"
+    )
 
     @property
     def log_hint(self) -> str:
@@ -126,12 +145,12 @@ class _Launchd:
         _ask("launchctl", "bootout", f"{_domain()}/{service_files.NAME}")
         _call("launchctl", "bootstrap", _domain(), str(self.path))
 
-    def stop(self) -> None:
-        _ask("launchctl", "bootout", f"{_domain()}/{service_files.NAME}")
+    def stop(self) -> str:
+        return _problem(_ask("launchctl", "bootout", f"{_domain()}/{service_files.NAME}"))
 
-    def is_running(self) -> bool:
+    def state(self) -> str:
         done = _ask("launchctl", "print", f"{_domain()}/{service_files.NAME}")
-        return done.returncode == 0 and "state = running" in done.stdout
+        return RUNNING if done.returncode == 0 and "state = running" in done.stdout else "not running"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +158,11 @@ class _Systemd:
     path: Path
     tool: str = "systemctl"
     log_hint: str = f"`journalctl --user -u {service_files.NAME}` its log"
+    advice: str = (
+        "Without a session of the user's own (under su, sudo or in a container) there is no service manager to ask: "
+        "log in as this user, let `sudo loginctl enable-linger USER` start one without a login, or see the file with "
+        "`mlxserve service install --print`"
+    )
 
     def file(self, arguments: Sequence[str], environment: dict[str, str]) -> bytes:
         return service_files.unit(arguments, environment)
@@ -149,11 +173,15 @@ class _Systemd:
         # Not `start`, which would leave a running one with its old file.
         _call("systemctl", "--user", "restart", service_files.NAME)
 
-    def stop(self) -> None:
-        _ask("systemctl", "--user", "disable", "--now", service_files.NAME)
+    def stop(self) -> str:
+        return _problem(_ask("systemctl", "--user", "disable", "--now", service_files.NAME))
 
-    def is_running(self) -> bool:
-        return _ask("systemctl", "--user", "is-active", service_files.NAME).returncode == 0
+    def state(self) -> str:
+        done = _ask("systemctl", "--user", "is-active", service_files.NAME)
+        # It says `inactive` or `failed` on stdout; on stderr, that it cannot be asked.
+        return (
+            RUNNING if done.returncode == 0 else f"not known: {done.stderr.strip()}" if done.stderr else "not running"
+        )
 
 
 def _manager() -> _Manager:
@@ -164,6 +192,16 @@ def _manager() -> _Manager:
     raise ConfigError(f"there is no service manager known for {sys.platform}; start `mlxserve serve` by its own means")
 
 
+def _take_back(manager: _Manager, old: bytes | None) -> str:
+    """Undo an installation that failed: the file is as it was before. What was done, as a sentence."""
+    if old is not None:
+        manager.path.write_bytes(old)
+        return f"{manager.path} is as it was before."
+    manager.stop()
+    manager.path.unlink()
+    return f"{manager.path} was removed again."
+
+
 def _domain() -> str:
     return f"gui/{os.getuid()}"
 
@@ -172,9 +210,11 @@ def _check(context: typer.Context, flags: list[str]) -> None:
     """Refuse what `serve` would refuse, before a service fails at it again and again."""
     words = {flag.partition("=")[0] for flag in flags}
     if "--daemon" in words:
-        raise ConfigError("a service must not detach itself; leave --daemon out")
+        raise typer.BadParameter("a service must not detach itself; leave --daemon out")
     if "--api-key" in words:
-        raise ConfigError(f"a key in the service's file can be read by others; put it into {config.config_file()}")
+        raise typer.BadParameter(
+            f"a key in the service's file can be read by others; put it into {config.config_file()}"
+        )
     serve = context.find_root().command.commands["serve"]  # type: ignore[attr-defined]
     serve.make_context("mlxserve serve", list(flags))
 
@@ -189,4 +229,9 @@ def _ask(*command: str) -> "subprocess.CompletedProcess[str]":
 def _call(*command: str) -> None:
     done = _ask(*command)
     if done.returncode != 0:
-        raise EngineError(f"`{' '.join(command)}` failed: {(done.stderr or done.stdout).strip() or done.returncode}")
+        raise EngineError(f"`{' '.join(command)}` failed: {_problem(done)}")
+
+
+def _problem(done: "subprocess.CompletedProcess[str]") -> str:
+    """Why a command failed, in its own words; empty if it did not."""
+    return "" if done.returncode == 0 else (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"

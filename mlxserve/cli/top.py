@@ -5,10 +5,10 @@ from typing import Annotated, Any
 
 import typer
 
-from mlxserve import config
-from mlxserve.cli.options import Host, Port
+from mlxserve.cli.console import open_rich
+from mlxserve.cli.options import Host, Port, load_config
 from mlxserve.cli.server_client import ServerClient, open_client
-from mlxserve.errors import ConfigError, MlxserveError
+from mlxserve.errors import MlxserveError
 
 NUM_STEPS = 500
 MIN_INTERVAL, MAX_INTERVAL = 0.1, 60.0
@@ -22,15 +22,16 @@ def top(
 ) -> None:
     """Watch a running server. Example: mlxserve top --port 8080"""
     if not MIN_INTERVAL <= interval <= MAX_INTERVAL:
-        raise ConfigError(f"--interval must be from {MIN_INTERVAL:g} to {MAX_INTERVAL:g} seconds, not {interval:g}")
-    _, server_config = config.load_config(host=host, port=port)
-    from rich.console import Console
+        raise typer.BadParameter(
+            f"--interval must be from {MIN_INTERVAL:g} to {MAX_INTERVAL:g} seconds, not {interval:g}"
+        )
+    _, server_config = load_config(host=host, port=port)
     from rich.live import Live
 
     from mlxserve.cli.top_view import frame
 
     with open_client(server_config) as client:
-        console = Console()
+        console = open_rich()
         snapshot = _snapshot(client)
         if once or not console.is_terminal:
             console.print(frame(*snapshot, console, client.address))

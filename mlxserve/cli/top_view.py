@@ -18,6 +18,7 @@ STAGES = {
 }
 """Each stage's colour, and the letter its part of a bar is made of: a pipe has no colours."""
 BAR_WIDTH = 24
+MIN_BAR_WIDTH = 4
 RATE_SECONDS = 5.0
 """Rates are over the latest steps, this far back at most."""
 MIN_REQUESTS = 3
@@ -28,6 +29,8 @@ STATE_WIDTH = 10
 MIN_TEXT_WIDTH = 8
 NUMBER_WIDTHS = {"total": 7, "TTFT": 7, "prompt": 6, "cached": 6, "out": 5}
 """Of a request, and the columns of the terminal that each takes."""
+LESS_IMPORTANT = ("cached", "prompt", "preempted", "out", "total", "TTFT")
+"""Numbers that a narrow terminal has no room for, in the order in which they go."""
 PERCENTILES = (50, 95, 99)
 
 Json = dict[str, Any]
@@ -61,7 +64,7 @@ def _model_lines(steps: Json, live: Sequence[Json], console: Console, room: int)
         return [Text(f"loading {names}  waiting {len(waiting)}" if waiting else "no model is loaded")]
     texts: list[Text] = []
     for index, model in enumerate(models):
-        text = model_line(model, steps["now"])
+        text = model_line(model, steps["now"], console.width)
         room -= _num_lines(text, console)
         num_left = len(models) - index
         if texts and room < (1 if num_left > 1 else 0):
@@ -79,8 +82,8 @@ def _num_models(rows: Sequence[Json]) -> int:
     return len({row["model"] for row in rows})
 
 
-def model_line(model: Json, now: float) -> Text:
-    """Queue, rates of the latest steps, and the block pool of one model."""
+def model_line(model: Json, now: float, width: int) -> Text:
+    """Queue, rates of the latest steps, and the block pool of one model; that whole on a line of so many columns."""
     recent = [step for step in model["steps"] if now - step["time"] <= RATE_SECONDS]
     text = Text()
     text.append(f"{_printable(model['model'])}  ", style="bold")
@@ -99,15 +102,19 @@ def model_line(model: Json, now: float) -> Text:
     blocks = model["blocks"]
     if blocks["max"]:
         used, cached, largest = blocks["used"], blocks["cached"], blocks["max"]
-        text.append("blocks [")
-        width = BAR_WIDTH
+        before, after = "blocks [", f"] {used} used, {cached} cached of {largest}"
+        bar = min(BAR_WIDTH, max(width - len(before) - len(after), MIN_BAR_WIDTH))
+        if text.cell_len + len(before) + bar + len(after) > width:
+            text.rstrip()
+            text.append("\n")
+        text.append(before)
+        left = bar
         for count, style, letter in ((used, "green", "#"), (cached, "cyan", "=")):
             # What is there shows, however little it is of the whole.
-            cells = min(width, math.ceil(BAR_WIDTH * count / largest))
+            cells = min(left, math.ceil(bar * count / largest))
             text.append(letter * cells, style=style)
-            width -= cells
-        text.append("." * width)
-        text.append(f"] {used} used, {cached} cached of {largest}")
+            left -= cells
+        text.append("." * left + after)
     return text
 
 
@@ -151,8 +158,15 @@ def requests_table(rows: Sequence[Json], width: int, *, with_model: bool = False
     """One line each, in a terminal of so many columns. What the numbers leave of them, ids, models and bars share."""
     numbers = NUMBER_WIDTHS | ({"preempted": 9} if any(row["num_preemptions"] for row in rows) else {})
     num_texts = 3 if with_model else 2
+
     # Each column has one of space behind it.
-    room = width - STATE_WIDTH - sum(numbers.values()) - len(numbers) - num_texts
+    def room_beside() -> int:
+        return width - STATE_WIDTH - sum(numbers.values()) - len(numbers) - num_texts
+
+    for name in LESS_IMPORTANT:
+        if room_beside() < num_texts * MIN_TEXT_WIDTH:
+            numbers.pop(name, None)
+    room = room_beside()
     share = max(room // num_texts, MIN_TEXT_WIDTH)
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     for name in ("request", *(("model",) if with_model else ()), "state", "stages"):
@@ -160,16 +174,20 @@ def requests_table(rows: Sequence[Json], width: int, *, with_model: bool = False
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for row in rows:
-        counts = [row["num_prompt_tokens"], row["num_cached_tokens"], row["num_generated_tokens"]]
+        cells = {
+            "total": milliseconds(row["total"]),
+            "TTFT": "-" if row["ttft"] is None else milliseconds(row["ttft"]),
+            "prompt": str(row["num_prompt_tokens"]),
+            "cached": str(row["num_cached_tokens"]),
+            "out": str(row["num_generated_tokens"]),
+            "preempted": str(row["num_preemptions"] or ""),
+        }
         table.add_row(
             escape(_shortened(_printable(row["id"]), min(share, ID_WIDTH))),
             *((escape(_shortened(_printable(row["model"]), min(share, MODEL_WIDTH))),) if with_model else ()),
             escape(_printable(row["outcome"] or row["state"] if row["state"] == "done" else row["state"])),
             stage_bar(row["stages"], min(share, BAR_WIDTH)),
-            milliseconds(row["total"]),
-            "-" if row["ttft"] is None else milliseconds(row["ttft"]),
-            *map(str, counts),
-            *((str(row["num_preemptions"] or ""),) if "preempted" in numbers else ()),
+            *(cells[name] for name in numbers),
         )
     return table
 

@@ -31,6 +31,7 @@ from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, Location, ModelSource
 from mlxserve.store.registry import Registry
+from mlxserve.store.remote_facts import read_remote_facts
 from mlxserve.store.template_check import check_template
 from mlxserve.text.capabilities import capabilities
 
@@ -135,6 +136,19 @@ class Library:
         model = self.show(name, allow_paths=allow_paths)
         return fit(model.facts, this_machine(), model.context_length)
 
+    def fit_of_remote(self, name: str) -> Fit:
+        """The same of a model that is not here, by what the hub says of its files; nothing is kept of that.
+
+        Raises:
+            ModelNotFound: it is no model of the hub, or one with an adapter.
+            DownloadError: the hub does not answer, or has no safetensors there that can be used.
+        """
+        source = self.registry.resolve(name, allow_paths=False)
+        if not isinstance(source.location, HubRepo) or source.adapter is not None:
+            raise ModelNotFound(f"{name} is no model of the hub", model=name)
+        facts = read_remote_facts(source.name, source.location)
+        return fit(facts, this_machine(), min(facts.context_length, source.context_length or facts.context_length))
+
     def remove(self, name: str, loaded: Collection[Location] = ()) -> int:
         """Remove the name, if it is in the user's file, and files from the hub, unless other names need them.
 
@@ -147,9 +161,9 @@ class Library:
                 or it is the last name of what is loaded; or its files are being downloaded.
         """
         alias = canonical(name)
-        is_own = alias in self.registry.user_aliases or alias in self.registry.adapters
-        unneeded = self._only_of(alias) if is_own else {self._removable(name)}
-        if any(_share_files(each, other) for each in unneeded for other in loaded):
+        is_own = self._is_own(alias)
+        unneeded = self.unshared(name) if is_own else {self._removable(name)}
+        if any(share_files(each, other) for each in unneeded for other in loaded):
             raise ModelInUse(f"{name} is loaded; stop it first: mlxserve stop {name}", model=name)
         repos = [each for each in unneeded if isinstance(each, HubRepo)]
         with ExitStack() as stack:
@@ -163,14 +177,25 @@ class Library:
             raise ModelNotFound(f"{name} is not on this machine; mlxserve list shows what is", model=name)
         return freed
 
-    def _only_of(self, alias: str) -> set[Location]:
-        """Whose files no other name than this one of the user's needs."""
-        own = {name: source for name, source in self.registry.user_aliases.items() if name != alias}
+    def unshared(self, name: str) -> set[Location]:
+        """Of what a name stands for, what no other name needs, too: without it nobody could ask for that.
+
+        Raises:
+            ModelNotFound: it is no name of a model or an adapter.
+            ConfigError: a models.toml is wrong.
+        """
+        alias = canonical(name)
+        mine = self.registry.locations(name)
+        if not self._is_own(alias):
+            return mine
+        own = {other: source for other, source in self.registry.user_aliases.items() if other != alias}
         sources = [*self.registry.fixed_aliases.values(), *own.values()]
         needed = {each for source in sources for each in (source.location, source.adapter) if each is not None}
-        needed |= {location for name, location in self.registry.adapters.items() if name != alias}
-        mine = self.registry.locations(alias)
-        return {each for each in mine if not any(_share_files(each, other) for other in needed)}
+        needed |= {location for other, location in self.registry.adapters.items() if other != alias}
+        return {each for each in mine if not any(share_files(each, other) for other in needed)}
+
+    def _is_own(self, alias: str) -> bool:
+        return alias in self.registry.user_aliases or alias in self.registry.adapters
 
     def _removable(self, name: str) -> HubRepo:
         """The repository that a name stands for which is none of the user's. Raises as remove()."""
@@ -189,7 +214,7 @@ class Library:
         users = sorted(
             alias
             for alias in (*self.registry.user_aliases, *self.registry.adapters)
-            if any(_share_files(each, location) for each in self.registry.locations(alias))
+            if any(share_files(each, location) for each in self.registry.locations(alias))
         )
         if users:
             raise ModelInUse(
@@ -206,9 +231,11 @@ class Library:
 
         Raises:
             ModelNotFound: there is no such model here.
-            InvalidParameter: the new name cannot be one.
+            InvalidParameter: the new name cannot be one, or is the old one.
         """
         model = self.show(source, allow_paths=allow_paths)
+        if model.name == canonical(destination):
+            raise InvalidParameter(f"{destination!r} is the name it has already; choose another", param="name")
         return self._write(replace(model.source, name=_new_name(destination)), model, may_hide)
 
     def create(
@@ -330,7 +357,8 @@ def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> 
     )
 
 
-def _share_files(first: Location, second: Location) -> bool:
+def share_files(first: Location, second: Location) -> bool:
+    """Whether the files of one cannot be removed without those of the other."""
     if isinstance(first, HubRepo) and isinstance(second, HubRepo):
         # Files of one quantisation are not removed alone.
         return (first.repo, first.revision) == (second.repo, second.revision)

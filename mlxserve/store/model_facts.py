@@ -130,14 +130,40 @@ def _of_folder(folder: Path, name: str, advice: str) -> ModelFacts:
     if not tensors:
         raise ModelLoadError(f"{folder}: it has no weights (model*.safetensors)", model=name)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
-    text = config.get("text_config")
-    hidden = (text if isinstance(text, dict) else config).get("hidden_size")
-    counts = _parameters(tensors, config)
-    return ModelFacts(
+    return facts_of_tensors(
+        tensors,
+        config,
         path=folder,
         size=sum(path.stat().st_size for path in files),
         modified=max(path.stat().st_mtime for path in files),
         digest=_digest(files),
+        chat_template=_folder_template(folder, name),
+        license=_folder_license(folder),
+        tokens_file=next((path for path in files if path.name == "tokenizer.json"), None),
+    )
+
+
+def facts_of_tensors(
+    tensors: dict[str, TensorInfo],
+    config: dict[str, Any],
+    *,
+    path: Path,
+    size: int,
+    modified: float,
+    digest: str,
+    chat_template: str | None = None,
+    license: str | None = None,
+    tokens_file: Path | None = None,
+) -> ModelFacts:
+    """The facts of a model in safetensors, of which there is at least one tensor."""
+    text = config.get("text_config")
+    hidden = (text if isinstance(text, dict) else config).get("hidden_size")
+    counts = _parameters(tensors, config)
+    return ModelFacts(
+        path=path,
+        size=size,
+        modified=modified,
+        digest=digest,
         format="safetensors",
         architecture=str(config.get("model_type", "unknown")),
         num_parameters=sum(counts.values()),
@@ -145,10 +171,10 @@ def _of_folder(folder: Path, name: str, advice: str) -> ModelFacts:
         quantization=_quantization(config, tensors),
         context_length=context_length(config) or FALLBACK_CONTEXT_LENGTH,
         embedding_length=hidden if isinstance(hidden, int) else None,
-        chat_template=_folder_template(folder, name),
-        license=_folder_license(folder),
+        chat_template=chat_template,
+        license=license,
         config=config,
-        tokens_file=next((path for path in files if path.name == "tokenizer.json"), None),
+        tokens_file=tokens_file,
         expert_parameters=sum(count for key, count in counts.items() if _is_expert(key)),
         lookup_bytes=_lookup_bytes(tensors),
     )

@@ -9,12 +9,12 @@ _GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.|\$|(if|range|else|end|with|template|blo
 
 
 def check_template(template: str) -> None:
-    """Refuse what is no Jinja template.
+    """Refuse what is no Jinja template of chats.
 
     Raises:
-        InvalidParameter: it is a Go template, or has a syntax error; `param` is "template".
+        InvalidParameter: it is a Go template, has a syntax error, or does not read the messages; `param` is "template".
     """
-    from jinja2 import Environment, TemplateError
+    from jinja2 import Environment, TemplateError, meta
 
     if _GO_TEMPLATE.search(template):
         raise InvalidParameter(
@@ -24,8 +24,14 @@ def check_template(template: str) -> None:
         )
     try:
         # As transformers does it; syntax of blocks that it adds must not be refused here.
-        Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
+        parsed = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
             template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
         )
     except TemplateError as error:
         raise InvalidParameter(f"the template is no valid Jinja: {error}", param="template") from error
+    if "messages" not in meta.find_undeclared_variables(parsed):
+        raise InvalidParameter(
+            "the template does not read `messages`, so that the model would see nothing of a chat; one begins for "
+            "example with {% for message in messages %}",
+            param="template",
+        )

@@ -24,6 +24,7 @@ from mlxserve.core.generation import (
 )
 from mlxserve.core.request import Speculation
 from mlxserve.core.sampling_params import SamplingParams
+from mlxserve.text.thinking import SWITCHES
 
 DefaultSampling = Mapping[str, float | int]
 """A model's own temperature, top_p and the like, as far as it has any."""
@@ -63,18 +64,21 @@ def chat_request(body: ChatCompletionRequest, request_id: str, defaults: Default
 
 def chat_prompt(body: ChatCompletionRequest | ApplyTemplateRequest) -> ChatPrompt:
     tools, choice = tools_and_choice(body)
-    effort = body.reasoning_effort
     return ChatPrompt(
         messages=template_messages(body.messages),
         tools=tools,
         template_kwargs=dict(body.chat_template_kwargs or {}),
         tool_choice=choice,
-        reasoning=Reasoning() if effort is None else _reasoning(effort),
+        reasoning=_reasoning(body.reasoning_effort, body.chat_template_kwargs or {}),
     )
 
 
-def _reasoning(effort: ReasoningEffort) -> Reasoning:
-    return Reasoning(enabled=False) if effort == "none" else Reasoning(enabled=True, effort=effort)
+def _reasoning(effort: ReasoningEffort | None, template_kwargs: Mapping[str, Any]) -> Reasoning:
+    """What the effort says; without one, a switch among the arguments for the chat template, under any of its names."""
+    if effort is not None:
+        return Reasoning(enabled=False) if effort == "none" else Reasoning(enabled=True, effort=effort)
+    switch = next((template_kwargs[name] for name in SWITCHES if isinstance(template_kwargs.get(name), bool)), None)
+    return Reasoning(enabled=switch, param="chat_template_kwargs")
 
 
 def completion_requests(body: CompletionRequest, request_id: str, defaults: DefaultSampling) -> list[GenerationRequest]:

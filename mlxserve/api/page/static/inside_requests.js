@@ -84,6 +84,7 @@ class RequestRow {
     this.request = request;
     this.element.dataset.state = request.state;
     this.state.textContent = request.state === "done" ? (request.outcome ?? "done") : (STATES[request.state] ?? request.state);
+    this.state.title = this.state.textContent;
     this.name.textContent = `…${request.id.slice(-6)}`;
     this.name.title = `${request.id}, ${request.model}`;
     const told = STAGES.filter(([key]) => request.stages[key] > 0).map(([key, label]) => `${label} ${seconds(request.stages[key])}`);
