@@ -55,7 +55,8 @@ def registry(tmp_path: Path) -> Registry:
         "".join(f"[{name}]\nsource = {{ path = '{tmp_path}/{at}.gguf' }}\n" for name, at in entries.items())
     )
     with file.open("a") as stream:
-        stream.write("context_length = 50\nsampling = { temperature = 0.25 }\ntemplate = 'uno'\nstop = ['Halt']\n")
+        stream.write("context_length = 50\nsampling = { temperature = 0.25 }\n")
+        stream.write("template = '{{ messages }}uno'\nstop = ['Halt']\n")
     return Registry(user_file=file)
 
 
@@ -223,7 +224,7 @@ async def test_names_of_one_location_share_its_engine(build: FakeBuild, registry
         assert build.loads == ["one"]
         assert (second.name, second.context_length, second.default_sampling) == ("uno", 50, {"temperature": 0.25})
         assert (first.name, first.context_length, first.default_sampling) == ("one", 200, {})
-        assert (first.tokenizer.chat_template, second.tokenizer.chat_template) == (None, "uno")
+        assert (first.tokenizer.chat_template, second.tokenizer.chat_template) == (None, "{{ messages }}uno")
         assert (first.description.stop, second.description.stop) == ((), ("Halt",))
         assert first.tokenizer.difference(second.tokenizer) is None
         generations = [await model.generate(make_generation_request(model.name)) for model in (first, second)]

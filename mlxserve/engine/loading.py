@@ -221,7 +221,10 @@ class Loading:
         path = self._files.locate(source)
         facts = _facts(source, path)
         if facts is not None:
-            require_fit(self._fit(source, facts), source.name)
+            fitting = self._fit(source, facts)
+            if not fitting.fits:
+                logger.info("%s: %s", source.name, fitting.line(self._config.kv_bits))
+            require_fit(fitting, source.name)
         adapter = None
         if source.adapter_source is not None:
             adapter = read_adapter(self._files.locate(source.adapter_source), source.name)
