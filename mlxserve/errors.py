@@ -8,6 +8,9 @@
     |   |   `-- ModelTooLarge       they do not fit into this machine's memory; carries both numbers
     |   |-- ModelInUse              it cannot be removed or written over: somebody needs it
     |   `-- DownloadError           the hub did not give the files
+    |       |-- RepositoryNotFound  it has no such repository or revision, or hides it
+    |       |-- AccessDenied        it gives them only to who may have them
+    |       |-- UnusableRepository  what it has cannot be used here
     |       `-- DownloadCancelled   nobody wants them any more
     |-- RequestError                this request is wrong; `param` names the field
     |   |-- InvalidParameter
@@ -66,6 +69,18 @@ class ModelInUse(ModelError):
 
 class DownloadError(ModelError):
     """The hub did not give the files."""
+
+
+class RepositoryNotFound(DownloadError):
+    """The hub has no such repository or revision, or does not show it to us."""
+
+
+class AccessDenied(DownloadError):
+    """The hub gives the files only after a login, or when their licence was accepted."""
+
+
+class UnusableRepository(DownloadError):
+    """What the repository holds cannot be used; trying again does not help."""
 
 
 class DownloadCancelled(DownloadError):

@@ -108,6 +108,8 @@ class LoadedInfo:
     name: str
     size: int = 1_000_000
     weight_bytes: int = 900_000
+    reserved: int = 2_000_000
+    on_gpu: bool = False
     context_length: int = CONTEXT_LENGTH
     expires_at: float | None = 1_800_000_000.25
     digest: str = "0f" * 32
@@ -200,6 +202,10 @@ class FakeHost:
         if not found:
             raise ModelNotFound(f"{name} is not loaded", model=name)
         self.loaded_models.remove(found[0])
+
+    def locations(self) -> set[str]:
+        """Names stand for where models are."""
+        return {info.name for info in self.loaded_models}
 
     def loaded(self) -> "list[LoadedInfo]":
         return list(self.loaded_models)

@@ -1,11 +1,11 @@
 """engine.library.Library without a disk and a network: two models, and what was asked of it."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mlxserve.errors import DownloadError, ModelNotFound
+from mlxserve.errors import DownloadError, ModelInUse, ModelNotFound
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
@@ -75,8 +75,10 @@ class FakeLibrary:
         self.stored.append(StoredModel(name, size=total))
         return self.stored[-1]
 
-    def remove(self, name: str) -> int:
+    def remove(self, name: str, loaded: Collection[str] = ()) -> int:
         model = self.show(name)
+        if model.name in loaded:
+            raise ModelInUse(f"{name} is loaded; stop it first: mlxserve stop {name}", model=name)
         self.stored.remove(model)
         return model.size
 

@@ -24,8 +24,9 @@ UNKNOWN_TO_THE_SDK = {
     "Function": {"index"},
     "ListResponse.Model": {"name"},
     "ShowResponse": {"system"},
+    "ProcessResponse.Model": {"size_reserved"},
 }
-"""Fields that Ollama itself sends and its SDK has no place for."""
+"""Fields that Ollama itself sends and its SDK has no place for; the last one is only ours."""
 
 
 def strictly(schema: type[BaseModel], content: dict[str, Any]) -> BaseModel:

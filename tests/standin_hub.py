@@ -35,7 +35,8 @@ class Repo:
 
 class Hub(ThreadingHTTPServer):
     """Faults: a file in `cut` ends its connection after so many bytes, each time; one in `damaged` comes with its first
-    byte changed, so many times; one in `held` stops after half its bytes until `release` is set."""
+    byte changed, so many times; one in `held` stops after half its bytes until `release` is set; `statuses` are the
+    answers to questions about repositories."""
 
     daemon_threads = True
 
@@ -47,6 +48,7 @@ class Hub(ThreadingHTTPServer):
         self.cut: dict[str, int] = {}
         self.damaged: dict[str, int] = {}
         self.held: set[str] = set()
+        self.statuses: dict[str, int] = {}
         self.holding = threading.Event()
         self.release = threading.Event()
 
@@ -92,7 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _describe(self, name: str, what: str, revision: str) -> None:
         repo = self.server.repos.get(name)
-        if repo is None:
+        if name in self.server.statuses:
+            self._answer(self.server.statuses[name], {})
+        elif repo is None:
             self._answer(404, {}, {"X-Error-Code": "RepoNotFound"})
         elif repo.gated:
             self._answer(403, {}, {"X-Error-Code": "GatedRepo"})

@@ -385,6 +385,10 @@ def test_head(host: FakeHost, http: httpx.Client, path: str, status: int) -> Non
         (errors.RequestCancelled("m"), 503, "server_error", None, "cancelled"),
         (errors.EngineError("m"), 500, "server_error", None, "engine_error"),
         (errors.EngineDead("m"), 503, "server_error", None, "engine_dead"),
+        (errors.UnusableRepository("m", model="x"), 400, "invalid_request_error", "model", "unusable_repository"),
+        (errors.AccessDenied("m", model="x"), 403, "invalid_request_error", "model", "access_denied"),
+        (errors.RepositoryNotFound("m", model="x"), 404, "not_found_error", "model", "repository_not_found"),
+        (errors.ConfigError("m"), 500, "server_error", None, "config_error"),
         (HTTPException(418, "m"), 418, "invalid_request_error", None, None),
         (HTTPException(501, "m"), 501, "server_error", None, None),
     ],
@@ -415,6 +419,30 @@ def test_model_that_cannot_be_loaded(host: FakeHost, http: httpx.Client) -> None
     host.script.load_error = errors.ModelLoadError("model.gguf is cut short: delete it", model="fake")
     assert "model.gguf" in error_of(http.post("/v1/chat/completions", json=CHAT), 500)["message"]
     assert http.get("/health").status_code == 200
+
+
+def test_a_wrong_setting_is_told_and_logged(
+    host: FakeHost, http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.script.load_error = errors.ConfigError("models.toml, line 3: [x] source: is missing")
+    for stream in (False, True):
+        error = error_of(http.post("/v1/chat/completions", json={**CHAT, "stream": stream}), 500)
+        assert (error["code"], error["message"]) == ("config_error", "models.toml, line 3: [x] source: is missing")
+    reply = http.post("/api/chat", json={"model": "fake", "messages": CHAT["messages"]})
+    assert (reply.status_code, reply.json()) == (500, {"error": "models.toml, line 3: [x] source: is missing"})
+    assert caplog.text.count("models.toml, line 3: [x] source: is missing") == 3
+
+
+def test_an_error_of_our_own_that_nobody_expects_here_is_logged_with_its_traceback(
+    host: FakeHost, http: httpx.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    host.script.load_error = errors.BenchError("secret detail")
+    for path, body in (("/v1/chat/completions", CHAT), ("/api/chat", {"model": "fake", "messages": CHAT["messages"]})):
+        caplog.clear()
+        reply = http.post(path, json=body)
+        assert (reply.status_code, "secret" in reply.text) == (500, False)
+        assert "BenchError: secret detail" in caplog.text
+        assert "Traceback" in caplog.text
 
 
 def test_unexpected_error_in_an_endpoint(host: FakeHost, http: httpx.Client, caplog: pytest.LogCaptureFixture) -> None:

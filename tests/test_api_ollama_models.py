@@ -72,12 +72,13 @@ class TestTags:
 
 class TestPs:
     def test_entries(self, host: FakeHost, http: httpx.Client) -> None:
-        host.loaded_models = [LoadedInfo("fake"), LoadedInfo("org/fake-4bit", expires_at=None)]
+        host.loaded_models = [LoadedInfo("fake", on_gpu=True), LoadedInfo("org/fake-4bit", expires_at=None)]
         content = http.get("/api/ps").json()
         strictly(ProcessResponse, content)
         soon, never = content["models"]
         assert (soon["name"], soon["expires_at"]) == ("fake:latest", "2027-01-15T08:00:00.250000000Z")
         assert (soon["size"], soon["size_vram"], soon["context_length"]) == (1_000_000, 1_000_000, 4096)
+        assert (soon["size_reserved"], never["size_vram"]) == (2_000_000, 0)
         assert datetime.fromisoformat(never["expires_at"]) > datetime(2300, 1, 1, tzinfo=UTC)
 
     def test_every_name_of_a_model_is_listed(self, host: FakeHost, http: httpx.Client) -> None:
@@ -208,6 +209,16 @@ class TestChanges:
         assert "mine:latest" in [model.model for model in sdk.list().models]
         assert sdk.delete("mine").status == "success"
         assert "mine:latest" not in [model.model for model in sdk.list().models]
+
+    def test_a_loaded_model_is_not_deleted(self, host: FakeHost, http: httpx.Client) -> None:
+        host.loaded_models = [LoadedInfo("fake")]
+        reply = http.request("DELETE", "/api/delete", json={"model": "fake:latest"})
+        assert (reply.status_code, reply.json()) == (
+            409,
+            {"error": "fake is loaded; stop it first: mlxserve stop fake"},
+        )
+        host.loaded_models = []
+        assert http.request("DELETE", "/api/delete", json={"model": "fake"}).status_code == 200
 
     @pytest.mark.parametrize(
         ("method", "path", "body"),

@@ -379,6 +379,23 @@ def test_serve_with_a_broken_model(process: Any, tmp_path: Path) -> None:
     assert done.stderr.endswith(b"Error: broken.gguf ends in the middle of a tensor; download it again\n")
 
 
+def test_serve_with_more_models_than_may_be_loaded(process: Any, tmp_path: Path) -> None:
+    models = [word for number in range(3) for word in ("--model", f"{tmp_path}/{number}.gguf")]
+    for number in range(3):
+        (tmp_path / f"{number}.gguf").touch()
+    done = process("serve", "--port", "0", *models, "--model", f"{tmp_path}/1.gguf", "--max-loaded-models", "2")
+    assert done.returncode == 1
+    assert b"Error: --model is there for 3 models and max_loaded_models is 2: name fewer, or raise it" in done.stderr
+
+
+def test_serve_with_a_broken_models_file(process: Any, tmp_path: Path) -> None:
+    (tmp_path / "models.toml").write_text("[x]\nsource = 7\n")
+    done = process("serve", "--port", "0")
+    assert done.returncode == 1
+    assert b"models.toml, line 2: [x] source: must be a table, not 7; write source = " in done.stderr.splitlines()[-1]
+    assert b"Traceback" not in done.stderr
+
+
 def test_serve_with_an_unknown_model(process: Any) -> None:
     done = process("serve", "--port", "0", "--model", "smollm2-135")
     assert (done.returncode, done.stdout) == (1, b"")

@@ -207,6 +207,25 @@ def test_wrong_flags_are_wrong_usage(mlxserve: Command, command: str, words: str
     assert words in done.err.splitlines()[-1]
 
 
+def test_names_that_come_with_mlxserve_are_hidden_by_force_only(mlxserve: Command, cached: None) -> None:
+    mlxserve("cp", "org/name", "keeps-the-files")
+    for command in (("cp", "org/name", "qwen3-4b"), ("create", "qwen3-4b", "--from", "org/name")):
+        done = mlxserve(*command)
+        assert done.code == 1
+        assert "'qwen3-4b' is a name that comes with mlxserve" in done.err
+        assert mlxserve(*command, "--force").code == 0
+        assert mlxserve(*command).code == 0, "it is one's own by now"
+        assert mlxserve("rm", "qwen3-4b").code == 0
+    # What it stood for before is there again, and is not on this machine.
+    assert "download it first: mlxserve pull qwen3-4b" in mlxserve("show", "qwen3-4b").err
+
+
+def test_pull_goes_on_after_a_failure(mlxserve: Command) -> None:
+    done = mlxserve("pull", "no-such", "smollm2-135m", "nor-such")
+    assert (done.code, done.err.count("success")) == (1, 1)
+    assert done.err.count("Error: no model is called") == 2
+
+
 def test_pull_of_what_is_no_hub_model(mlxserve: Command) -> None:
     done = mlxserve("pull", "smollm2-135m")
     assert (done.code, done.err) == (0, "success\n")

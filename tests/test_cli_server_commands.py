@@ -34,6 +34,7 @@ class OllamaServer:
                 "digest": "sha256:0123456789abcdef",
                 "size": 2_500_000_000,
                 "size_vram": 2_500_000_000,
+                "size_reserved": 9_000_000_000,
                 "context_length": 40960,
                 "expires_at": (datetime.now(UTC) + timedelta(minutes=4, seconds=30)).isoformat(),
             },
@@ -63,13 +64,13 @@ def test_ps(mlxserve: Any, ollama: tuple[OllamaServer, list[str]]) -> None:
     done = mlxserve("ps", *flags)
     assert (done.returncode, done.stderr) == (0, b"")
     assert done.stdout.decode().splitlines() == [
-        "NAME               ID              SIZE      PROCESSOR    CONTEXT    UNTIL",
-        "qwen3-4b:latest    0123456789ab    2.5 GB    100% GPU     40960      4 minutes from now",
-        "tiny               fedcba987654    397 MB    100% CPU                Forever",
+        "NAME               ID              SIZE      RESERVED    PROCESSOR    CONTEXT    UNTIL",
+        "qwen3-4b:latest    0123456789ab    2.5 GB    9.0 GB      100% GPU     40960      4 minutes from now",
+        "tiny               fedcba987654    397 MB    397 MB      100% CPU                Forever",
     ]
     assert json.loads(mlxserve("ps", "--json", *flags).stdout) == server.models
     server.models = []
-    assert mlxserve("ps", *flags).stdout == b"NAME    ID    SIZE    PROCESSOR    CONTEXT    UNTIL\n"
+    assert mlxserve("ps", *flags).stdout == b"NAME    ID    SIZE    RESERVED    PROCESSOR    CONTEXT    UNTIL\n"
 
 
 def test_stop(mlxserve: Any, ollama: tuple[OllamaServer, list[str]]) -> None:

@@ -119,7 +119,15 @@ def test_a_config_that_does_not_tell(config: dict[str, Any]) -> None:
     assert estimate_kv(config, "x") is None
     found = fit(facts(config), machine(), 4096)
     assert (found.fits, found.caches) == (True, ())
-    assert "weights 2.00 of 36.0 GB" in found.line()
+    assert "weights 2.0 GB of 36.0 GB" in found.line()
+
+
+def test_the_line_is_about_what_a_model_gets() -> None:
+    found = fit(facts(QWEN3_4B), machine(), 40960, kv_bytes=10_000_000_000)
+    counts = [cache.num_streams[4096] for cache in found.caches]
+    assert counts == [10_000_000_000 // (4096 * cache.bytes_per_token) for cache in found.caches]
+    for bits, count in ((None, counts[0]), (8, counts[1]), (4, counts[2])):
+        assert f"streams that fit: {count} of 4096" in found.line(bits)
 
 
 def test_streams_and_contexts() -> None:

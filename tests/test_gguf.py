@@ -321,6 +321,26 @@ def test_a_file_cut_anywhere_is_refused(tmp_path):
         assert "cut short" in refusal(path) or size < 24 or "more than" in refusal(path), size
 
 
+def test_a_head_tells_all_or_that_it_is_too_short(tmp_path):
+    path = TinyGguf("llama", Q4_1).write(tmp_path / "whole.gguf")
+    data, whole = path.read_bytes(), open_(path)
+    start = min(tensor.offset for tensor in whole.tensors.values())
+    head = tmp_path / "head.gguf"
+    lengths = [*range(0, start, 37), start]
+    told = []
+    for length in lengths:
+        head.write_bytes(data[:length])
+        try:
+            found = GgufFile.parse(head, model="m", size=len(data))
+            assert (found.metadata, found.tensors) == (whole.metadata, whole.tensors)
+            told.append(length)
+        except EOFError:
+            pass
+    assert told
+    assert told == lengths[-len(told) :]
+    assert min(told) > start - 2 * 37
+
+
 def test_a_file_cut_after_it_was_opened(tmp_path):
     path = TinyGguf("llama", F32).write(tmp_path / "m.gguf")
     file = open_(path)

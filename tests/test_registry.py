@@ -10,8 +10,9 @@ import pytest
 
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import ConfigError, ModelNotFound
+from mlxserve.store.alias_file import MAX_NAME_LENGTH
 from mlxserve.store.model_source import HubRepo, LocalPath, PackageFile
-from mlxserve.store.registry import MAX_NAME_LENGTH, Registry
+from mlxserve.store.registry import Registry
 
 
 @pytest.fixture
@@ -214,7 +215,7 @@ def test_the_users_file_lies_in_the_configuration_folder(tmp_path, monkeypatch):
         ("[x.5-b]\nsource = { repo = 'a/b' }\n", 'a name with a dot must be quoted: ["x.5-b"]'),
         ("['a b']\nsource = { repo = 'a/b' }\n", "[a b] name: only letters"),
         ("['a/b']\nsource = { repo = 'a/b' }\n", "[a/b] name: only letters"),
-        ("[x]\nsource = { repo = 'a/b' }\n[X]\nsource = { repo = 'a/b' }\n", "[X] is there twice"),
+        ("[x]\nsource = { repo = 'a/b' }\n[X]\nsource = { repo = 'a/b' }\n", "line 3: [X] name: is there twice"),
     ],
 )
 def test_a_wrong_file_is_told_where(tmp_path, text, words):
@@ -235,6 +236,13 @@ def test_a_wrong_file_is_told_where(tmp_path, text, words):
         ("x.source.repo = 'a/b'\nx.context_length = 0\n", "line 2: [x] context_length: "),
         ("[x]\nsource = { repo = 'a/b', gguf = '../Q' }\n", "line 2: [x] source.gguf: '../Q' is not a quantisation"),
         ("[x]\nsource = \n", "(at line 2, column 10)"),
+        ("[x]\nsource.repo = 'a/b'\n\n['x:latest']\n", "line 4: [x:latest] name: is there twice"),
+        ("# one\n[x.5-b]\nsource.repo = 'a/b'\n", "line 2: [x] 5-b: unknown field"),
+        (
+            "[x]\nsource.repo = 'a/b'\ntemplate = '{% for m in messages %}'\n",
+            "line 3: [x] template: the template is no ",
+        ),
+        ("[x]\nsource.repo = 'a/b'\ntemplate = '{{ .Prompt }}'\n", "line 3: [x] template: this is a Go template"),
     ],
 )
 def test_a_wrong_file_is_told_by_line(tmp_path, text, line):
@@ -251,6 +259,20 @@ def test_a_changed_file_is_read_again(tmp_path):
     new.rename(tmp_path / "models.toml")
     source = registry.resolve("x", allow_paths=False)
     assert (source.location, source.system, source.stop) == (HubRepo("a/b", "main", "Q8_0"), "Be brief.", ("END",))
+
+
+def test_a_file_broken_meanwhile_is_warned_of_once_and_holds_as_it_was(tmp_path, caplog):
+    registry = with_user_file(tmp_path, "[x]\nsource = { repo = 'a/b' }\n")
+    assert registry.resolve("x", allow_paths=False).location == HubRepo("a/b")
+    for number in range(2):
+        (tmp_path / "new.toml").write_text(f"{'# more' * number}\n[x]\nsource = 7\n")
+        (tmp_path / "new.toml").rename(tmp_path / "models.toml")
+        for _ in range(3):
+            assert registry.resolve("x", allow_paths=False).location == HubRepo("a/b")
+        assert caplog.text.count("models.toml, line 3: [x] source: must be a table, not 7") == number + 1
+    (tmp_path / "new.toml").write_text("[x]\nsource = { repo = 'c/d' }\n")
+    (tmp_path / "new.toml").rename(tmp_path / "models.toml")
+    assert registry.resolve("x", allow_paths=False).location == HubRepo("c/d")
 
 
 def test_a_file_that_is_no_text(tmp_path):

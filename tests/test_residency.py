@@ -225,6 +225,30 @@ def test_the_last_model_that_may_come_gets_all_that_is_left() -> None:
     assert residency.kv_share(only, weight_bytes=100, useful_bytes=0) == 900
 
 
+def test_each_of_a_number_of_models_gets_the_same_whoever_came_before() -> None:
+    residency = Residency(1000, max_models=2)
+    shares = []
+    for name in "abcd":
+        new = resident(name, 100)
+        residency.want(new)
+        for action in actions(residency):
+            if isinstance(action, Unload):
+                residency.gone(action.resident)
+        assert actions(residency) in ([], [Load(new)])
+        shares.append(residency.kv_share(new, weight_bytes=100, useful_bytes=0))
+        residency.loaded(new, float(len(shares)))
+    assert shares == [400] * 4
+    assert residency.used == 1000
+
+
+def test_a_large_model_gets_what_is_useful_beyond_its_part() -> None:
+    residency = Residency(1000, max_models=2)
+    large = resident("a", 600)
+    residency.want(large)
+    actions(residency)
+    assert residency.kv_share(large, weight_bytes=600, useful_bytes=150) == 150
+
+
 def test_a_cache_has_no_more_than_its_requests_could_use() -> None:
     residency = Residency(1000)
     small = resident("a", 100)

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import itertools
+import logging
 import threading
 import time
 import types
@@ -54,7 +55,8 @@ def registry(tmp_path: Path) -> Registry:
         "".join(f"[{name}]\nsource = {{ path = '{tmp_path}/{at}.gguf' }}\n" for name, at in entries.items())
     )
     with file.open("a") as stream:
-        stream.write("context_length = 50\nsampling = { temperature = 0.25 }\ntemplate = 'uno'\nstop = ['Halt']\n")
+        stream.write("context_length = 50\nsampling = { temperature = 0.25 }\n")
+        stream.write("template = '{{ messages }}uno'\nstop = ['Halt']\n")
     return Registry(user_file=file)
 
 
@@ -102,6 +104,23 @@ async def test_streams_go_on_while_another_model_is_loaded(
         generation.cancel()
     assert len(steps) == 20
     assert max(Counter(steps).values()) <= 3, "pieces of the load without a step between them"
+
+
+@on_loop
+async def test_what_counts_against_the_budget(
+    build: FakeBuild, registry: Registry, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="mlxserve")
+    budget = 10**15
+    async with hosting(registry, memory_budget=budget, max_loaded_models=2, kv_cache_bytes=1000) as host:
+        assert host.locations() == set()
+        await get(host, "one")
+        (info,) = host.loaded()
+        assert info.reserved == info.weight_bytes + 1000
+        assert not info.on_gpu
+        assert host.locations() == {registry.resolve("one", allow_paths=False).location}
+    assert "device: fake, 1000000.00 GB for models (memory_budget)" in caplog.text
+    assert "memory_budget is 1000000.0 GB and this machine has" in caplog.text
 
 
 @on_loop
@@ -205,7 +224,7 @@ async def test_names_of_one_location_share_its_engine(build: FakeBuild, registry
         assert build.loads == ["one"]
         assert (second.name, second.context_length, second.default_sampling) == ("uno", 50, {"temperature": 0.25})
         assert (first.name, first.context_length, first.default_sampling) == ("one", 200, {})
-        assert (first.tokenizer.chat_template, second.tokenizer.chat_template) == (None, "uno")
+        assert (first.tokenizer.chat_template, second.tokenizer.chat_template) == (None, "{{ messages }}uno")
         assert (first.description.stop, second.description.stop) == ((), ("Halt",))
         assert first.tokenizer.difference(second.tokenizer) is None
         generations = [await model.generate(make_generation_request(model.name)) for model in (first, second)]

@@ -152,6 +152,12 @@ def test_many_models_leave_room_for_requests(width: int, num_models: int) -> Non
     assert num_shown == num_models or f"... and {num_models - num_shown} more models" in text
 
 
+def test_what_is_being_loaded_and_waited_for() -> None:
+    rows = [request(model=name, id=name, state="loading", outcome=None, ttft=None) for name in ("one", "two", "one")]
+    text = framed({"now": 100.0, "requests": rows}, [])
+    assert text.splitlines()[1] == "loading one, two  waiting 3"
+
+
 def test_models_that_come_and_go_between_two_looks() -> None:
     rows = [request(model="gone", id="a"), request(model="here", id="b", state="prefill", outcome=None, ttft=None)]
     text = framed({"now": 100.0, "requests": rows}, [model("new", steps=[]), model("here")])

@@ -1,6 +1,7 @@
 """Files of small models as the hub has them: valid to their headers, never to be loaded."""
 
 import json
+import struct
 from typing import Any
 
 CONFIG: dict[str, Any] = {
@@ -28,6 +29,14 @@ def safetensors(tensors: dict[str, tuple[str, list[int], int]], fill: bytes = b"
 def weights(part: int, rows: int = 1000, fill: bytes = b"\0") -> bytes:
     """A matrix of `rows` x 64 bfloat16 values."""
     return safetensors({f"model.layers.{part}.w.weight": ("BF16", [rows, 64], rows * 128)}, fill)
+
+
+def gguf_head(architecture: str, tensor_type: int) -> bytes:
+    """A GGUF file of one tensor of 256 values, with nothing behind its header but zeros."""
+    key, value, name = b"general.architecture", architecture.encode(), b"token_embd.weight"
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1) + struct.pack("<Q", len(key)) + key + struct.pack("<I", 8)
+    head += struct.pack("<Q", len(value)) + value + struct.pack("<Q", len(name)) + name
+    return head + struct.pack("<IQIQ", 1, 256, tensor_type, 0) + bytes(4096)
 
 
 INFILL_TOKENS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")

@@ -15,6 +15,7 @@ from mlxserve.api.anthropic.routes import AnthropicRoutes
 from mlxserve.api.connection import Bodies
 from mlxserve.api.debug import DebugRoutes
 from mlxserve.api.error_responses import error_response
+from mlxserve.api.failures import log_failure
 from mlxserve.api.metrics import Metrics
 from mlxserve.api.models import model_routes
 from mlxserve.api.ollama.routes import OllamaRoutes
@@ -100,6 +101,7 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"{request.method} {request.url.path} is not part of this API."
         error = HTTPException(error.status_code, detail, headers=error.headers)
+    log_failure(error, f"{request.method} {request.url.path} ({request.state.request_id})")
     return error_response(error, request.scope)
 
 

@@ -5,7 +5,6 @@ order to an `Answer`, which can be streamed or collected.
 """
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,16 +14,15 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from mlxserve.api.connection import until_disconnect
+from mlxserve.api.failures import log_failure
 from mlxserve.core.generation import Arrival, Embedding, Finished, GenerationRequest, Usage
 from mlxserve.engine.timeline import Timeline
-from mlxserve.errors import EngineError, MlxserveError
+from mlxserve.errors import EngineError
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
     from mlxserve.engine.model_host import Lease, ModelHost
     from mlxserve.engine.served_model import ServedModel
-
-logger = logging.getLogger(__name__)
 
 HEADERS_AFTER = 1.0
 """Seconds after which a stream's headers go out although its model is still loading or its prompt being read.
@@ -185,8 +183,7 @@ class Exchange:
         try:
             answer = await admission
         except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("%s failed", self._request.state.request_id)
+            log_failure(error, self._request.state.request_id)
             yield stream.failure(error)
             return
         async for piece in answer.events():

@@ -260,6 +260,12 @@ class ModelCollector(Collector):
             memory.add_metric((model.name, "weights"), model.weight_bytes)
             memory.add_metric((model.name, "kv_cache"), model.size - model.weight_bytes)
         yield memory
+        reserved = GaugeMetricFamily(
+            "mlxserve_model_reserved_bytes", "What of the memory budget a model takes", labels=("model",)
+        )
+        for model in models:
+            reserved.add_metric((model.name,), model.reserved)
+        yield reserved
 
     def describe(self) -> Iterable[Metric]:
         return ()

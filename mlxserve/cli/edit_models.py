@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from mlxserve.store.model_source import Location
 
 PROBE_SECONDS = 1.0
+HIDE_HELP = "Also a name that comes with mlxserve."
 
 
 def rm(
@@ -54,9 +55,10 @@ def rm(
 def cp(
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="Name, folder or .gguf file.")],
     destination: Annotated[str, typer.Argument(metavar="NAME", help="The new name.")],
+    force: Annotated[bool, typer.Option("--force", help=HIDE_HELP)] = False,
 ) -> None:
     """Give a model another name. Example: mlxserve cp qwen3-4b mine"""
-    copied = open_library().copy(source, destination, allow_paths=True)
+    copied = open_library().copy(source, destination, allow_paths=True, may_hide=force)
     print(f"copied '{source}' to '{copied.name}'")
 
 
@@ -68,6 +70,7 @@ def create(
     template: Annotated[str | None, typer.Option(metavar="FILE", help="Chat template, in Jinja.")] = None,
     parameter: Annotated[list[str] | None, typer.Option(metavar="K=V", help="A default; may be repeated.")] = None,
     license: Annotated[str | None, typer.Option(metavar="TEXT", help="Licence.")] = None,
+    force: Annotated[bool, typer.Option("--force", help=HIDE_HELP)] = False,
 ) -> None:
     """Name a model with its own system message, template or defaults.
 
@@ -88,6 +91,7 @@ def create(
         parameters={**given.parameters, **parameters},
         license=license or given.license,
         allow_paths=True,
+        may_hide=force,
     )
     print(f"created '{created.name}' from {created.source.location}")
 
@@ -123,14 +127,15 @@ def _refuse_loaded(library: "Library", name: str, server_config: config.ServerCo
     """Ask the server, if one runs, what it has loaded.
 
     Raises:
-        ModelInUse: a model whose files would be removed with the name.
+        ModelInUse: a model of which this is the last name, or whose files would be removed with it.
     """
     import httpx
 
-    removed = library.removed_files(name)
-    if not removed:
-        return
+    from mlxserve.engine.library import share_files
 
+    unshared = library.unshared(name)
+    if not unshared:
+        return
     key = server_config.api_key
     address = client_url(server_config.host, server_config.port)
     try:
@@ -143,11 +148,15 @@ def _refuse_loaded(library: "Library", name: str, server_config: config.ServerCo
         loaded = {entry["name"] for entry in reply.json()["models"]} if reply.status_code == 200 else set()
     except (httpx.HTTPError, ValueError, LookupError, TypeError):
         return
-    in_use = sorted(each for each in loaded if not removed.isdisjoint(_locations(library, each)))
+    in_use = sorted(
+        each
+        for each in loaded
+        if any(share_files(mine, other) for mine in unshared for other in _locations(library, each))
+    )
     if in_use:
         names = " ".join(each.removesuffix(":latest") for each in in_use)
         raise ModelInUse(
-            f"the files of {name} are in use: the server at {address} has {names} loaded; stop that first "
+            f"{name} is in use: the server at {address} has {names} loaded; stop that first "
             f"(mlxserve stop {names}), or use --force",
             model=name,
         )

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from mlxserve.cli.console import notice, open_rich, spinner
+from mlxserve.cli.model_view import size
 
 if TYPE_CHECKING:
     from rich.progress import Progress
@@ -46,7 +47,7 @@ class LoadDisplay:
             self._show_bar(num_bytes, total_bytes)
         elif total_bytes and num_bytes * 10 // total_bytes > self._tenths_told:
             self._tenths_told = num_bytes * 10 // total_bytes
-            notice(f"downloading {self._name}: {self._tenths_told * 10} % of {total_bytes / 1e6:,.0f} MB")
+            notice(f"downloading {self._name}: {self._tenths_told * 10} % of {size(total_bytes)}")
 
     def _show_bar(self, num_bytes: int, total_bytes: int) -> None:
         if self._bar is None:

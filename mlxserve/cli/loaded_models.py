@@ -34,7 +34,9 @@ def ps(
         print(json.dumps(models, indent=2))
         return
     now = datetime.now(UTC)
-    print_table(("NAME", "ID", "SIZE", "PROCESSOR", "CONTEXT", "UNTIL"), [_row(model, now) for model in models])
+    print_table(
+        ("NAME", "ID", "SIZE", "RESERVED", "PROCESSOR", "CONTEXT", "UNTIL"), [_row(model, now) for model in models]
+    )
 
 
 def stop(
@@ -75,6 +77,7 @@ def _row(model: Entry, now: datetime) -> Sequence[str]:
         console.clean(str(model.get("name", ""))),
         console.clean(str(model.get("digest", ""))).removeprefix("sha256:")[:12],
         format_bytes(size),
+        format_bytes(model.get("size_reserved") or size),
         _processor(size, gpu_size),
         str(model.get("context_length") or ""),
         until(model.get("expires_at"), now),

@@ -6,10 +6,13 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mlxserve.store.size_text import size_text
+
 if TYPE_CHECKING:
     from mlxserve.engine.library import StoredModel
     from mlxserve.store.fit import Fit
 
+size = size_text
 ID_LENGTH = 12
 COLUMN_GAP = 3
 SHORT_LICENSE_LINES = 3
@@ -21,15 +24,6 @@ _AGES = (
     ("hour", 3600),
     ("minute", 60),
 )
-
-
-def size(num_bytes: float) -> str:
-    """Decimal, as Ollama has it: '2.3 GB'."""
-    for unit, bytes_each in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if num_bytes >= bytes_each:
-            number = num_bytes / bytes_each
-            return f"{number:.1f} {unit}" if number < 100 else f"{number:.0f} {unit}"
-    return f"{num_bytes:.0f} B"
 
 
 def count(number: int) -> str:

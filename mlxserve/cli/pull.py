@@ -7,6 +7,7 @@ import typer
 from mlxserve.cli import console, logs
 from mlxserve.cli.load_display import LoadDisplay
 from mlxserve.cli.models import open_library
+from mlxserve.errors import ModelError
 
 
 def pull(
@@ -20,6 +21,7 @@ def pull(
     """
     logs.configure("warning")
     library = open_library()
+    failed = False
     for name in models:
         display = LoadDisplay()
         try:
@@ -28,4 +30,10 @@ def pull(
         except KeyboardInterrupt:
             console.notice(f"Stopped; `mlxserve pull {name}` goes on from here.")
             console.leave(130)
+        except ModelError as error:
+            console.notice(f"Error: {error}")
+            failed = True
+            continue
         console.notice("success")
+    if failed:
+        raise typer.Exit(1)

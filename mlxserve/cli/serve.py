@@ -27,7 +27,7 @@ from mlxserve.cli.options import (
     parse_size_option,
 )
 from mlxserve.config import EngineConfig, ServerConfig
-from mlxserve.errors import ModelNotFound
+from mlxserve.errors import ConfigError, ModelNotFound
 
 if TYPE_CHECKING:
     from mlxserve.engine.model_host import ModelHost
@@ -189,12 +189,15 @@ async def _serve(
     from mlxserve.store.registry import Registry
 
     registry = Registry()
+    registry.check()
     metrics = Metrics()
     if engine_config.draft_model is not None:
         draft_name = _served_name(registry, engine_config.draft_model)
         engine_config = dataclasses.replace(engine_config, draft_model=draft_name)
     pinned = tuple(_served_name(registry, name) for name in engine_config.pin)
     engine_config = dataclasses.replace(engine_config, pin=pinned)
+    models = [_served_name(registry, name) for name in models]
+    _check_number(registry, models, engine_config)
     # Clients may neither name paths nor start downloads; the models of --model may be both, see _load.
     host = ModelHost(engine_config, registry, observer=metrics, keep_prompts=server_config.debug_prompts)
     spans = None if server_config.otlp_traces_endpoint is None else otlp_spans(server_config.otlp_traces_endpoint)
@@ -202,7 +205,6 @@ async def _serve(
         host.journal.on_closed = spans.request_ended
     try:
         await host.start()
-        models = [_served_name(registry, name) for name in models]
         if await signals.interrupts(asyncio.create_task(_load(host, registry, models, engine_config.draft_model))):
             logger.info("stopped while a model was loading")
             console.leave(0)
@@ -243,6 +245,16 @@ def _served_name(registry: "Registry", name: str) -> str:
     alias = (_last_part(base) + plus + _last_part(adapter)).lower()
     registry.add(dataclasses.replace(source, name=alias))
     return alias
+
+
+def _check_number(registry: "Registry", models: list[str], engine_config: EngineConfig) -> None:
+    """Raises ConfigError: they cannot all be in memory, so that the first would be loaded for nothing."""
+    most = engine_config.max_loaded_models
+    number = len({registry.resolve(name, allow_paths=False).weights for name in models})
+    if most is not None and number > most:
+        raise ConfigError(
+            f"--model is there for {number} models and max_loaded_models is {most}: name fewer, or raise it"
+        )
 
 
 def _last_part(name: str) -> str:

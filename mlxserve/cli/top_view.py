@@ -46,7 +46,7 @@ def frame(requests: Json, steps: Json, console: Console, title: str) -> Renderab
     below: list[RenderableType] = [percentiles_table([row for row in rows if row["state"] == "done"]), legend()]
     # Two lines are the requests' titles and what they leave out.
     room = console.height - sum(_num_lines(part, console) for part in [head, *below]) - 2
-    models = _model_lines(steps, console, room - MIN_REQUESTS)
+    models = _model_lines(steps, live, console, room - MIN_REQUESTS)
     room = max(room - sum(_num_lines(line, console) for line in models), MIN_REQUESTS)
     table = requests_table(rows[:room], console.width, with_model=_num_models(rows) > 1)
     parts: list[RenderableType] = [head, *models, *below, table]
@@ -55,11 +55,13 @@ def frame(requests: Json, steps: Json, console: Console, title: str) -> Renderab
     return Group(*parts)
 
 
-def _model_lines(steps: Json, console: Console, room: int) -> list[Text]:
+def _model_lines(steps: Json, live: Sequence[Json], console: Console, room: int) -> list[Text]:
     """A text for each model that fits into so many lines, and for one in any case; then how many are left out."""
     models = steps["models"]
     if not models:
-        return [Text("no model is loaded")]
+        waiting = [row["model"] for row in live if row["state"] == "loading"]
+        names = ", ".join(dict.fromkeys(map(_printable, waiting)))
+        return [Text(f"loading {names}  waiting {len(waiting)}" if waiting else "no model is loaded")]
     texts: list[Text] = []
     for index, model in enumerate(models):
         text = model_line(model, steps["now"], console.width)

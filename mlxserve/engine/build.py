@@ -68,7 +68,6 @@ def configure_device() -> Device:
     """Find the device and set MLX's limits for it. Call once, before anything is loaded."""
     found = device.detect()
     device.configure(found)
-    logger.info("device: %s, memory budget %.1f GB", found.name, found.memory_budget / 1e9)
     return found
 
 

@@ -8,23 +8,34 @@ import hashlib
 import json
 import logging
 import threading
+from collections.abc import Collection
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mlxserve.errors import InvalidParameter, ModelError, ModelInUse, ModelNotFound
+from mlxserve.errors import (
+    DownloadError,
+    InvalidParameter,
+    ModelError,
+    ModelInUse,
+    ModelLoadError,
+    ModelNotFound,
+    UnusableRepository,
+)
 from mlxserve.store import alias_file, hub
 from mlxserve.store.adapter import Adapter, read_adapter
+from mlxserve.store.alias_file import canonical
 from mlxserve.store.fit import Fit, fit
 from mlxserve.store.hub import ProgressCallback
 from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts, require_readable
 from mlxserve.store.model_parameters import parse_parameters
 from mlxserve.store.model_source import HubRepo, Location, ModelSource
-from mlxserve.store.registry import Registry, canonical
+from mlxserve.store.registry import Registry
 from mlxserve.store.remote_facts import read_remote_facts
+from mlxserve.store.template_check import check_template
 from mlxserve.text.capabilities import capabilities
-from mlxserve.text.chat_template import check_template
 
 logger = logging.getLogger(__name__)
 
@@ -111,11 +122,12 @@ class Library:
 
         Raises:
             ModelNotFound: no name of a model.
-            DownloadError: the hub did not give it, it cannot be used, or the disk has no room; DownloadCancelled.
+            DownloadError: the hub did not give it, or the disk has no room; of its kinds, RepositoryNotFound,
+                AccessDenied, UnusableRepository and DownloadCancelled.
             ModelLoadError: what came cannot be loaded: a GGUF file of types or an architecture that cannot be read.
         """
         source = self.registry.resolve(name, allow_paths=False)
-        facts = read_facts(hub.fetch(source, progress, cancelled), source.name)
+        facts = _fetched_facts(source, hub.fetch(source, progress, cancelled))
         require_readable(facts, source.name)
         if source.adapter_source is not None:
             hub.fetch(source.adapter_source, progress, cancelled)
@@ -139,21 +151,56 @@ class Library:
         facts = read_remote_facts(source.name, source.location)
         return fit(facts, this_machine(), min(facts.context_length, source.context_length or facts.context_length))
 
-    def remove(self, name: str) -> int:
+    def remove(self, name: str, loaded: Collection[Location] = ()) -> int:
         """Remove the name, if it is in the user's file, and files from the hub, unless other names need them.
 
         The name may be that of an adapter. Package files and local folders stay. Returns the bytes that were freed.
+        `loaded`: what a server has in memory. The last name of that stays: nothing could be said of it without.
 
         Raises:
             ModelNotFound: there is no such model here.
-            ModelInUse: it is no name of the user's file, and one of these needs its files; or nothing of it is ours.
+            ModelInUse: it is no name of the user's file, and one of these needs its files; or nothing of it is ours;
+                or it is the last name of what is loaded; or its files are being downloaded.
         """
-        own = self.registry.user_aliases
-        adapters = self.registry.adapters
-        if (alias := canonical(name)) in adapters or alias in own:
-            files = self.removed_files(name)
-            alias_file.remove(self.registry.user_file, alias)
-            return sum(map(hub.delete, files))
+        alias = canonical(name)
+        is_own = self._is_own(alias)
+        unneeded = self.unshared(name) if is_own else {self._removable(name)}
+        if any(share_files(each, other) for each in unneeded for other in loaded):
+            raise ModelInUse(f"{name} is loaded; stop it first: mlxserve stop {name}", model=name)
+        repos = [each for each in unneeded if isinstance(each, HubRepo)]
+        with ExitStack() as stack:
+            for repo in repos:
+                stack.enter_context(hub.without_downloads(name, repo))
+            if is_own:
+                alias_file.remove(self.registry.user_file, alias)
+            was_here = is_own or any(map(_is_here, repos))
+            freed = sum(map(hub.delete, repos))
+        if not was_here and not freed:
+            raise ModelNotFound(f"{name} is not on this machine; mlxserve list shows what is", model=name)
+        return freed
+
+    def unshared(self, name: str) -> set[Location]:
+        """Of what a name stands for, what no other name needs, too: without it nobody could ask for that.
+
+        Raises:
+            ModelNotFound: it is no name of a model or an adapter.
+            ConfigError: a models.toml is wrong.
+        """
+        alias = canonical(name)
+        mine = self.registry.locations(name)
+        if not self._is_own(alias):
+            return mine
+        own = {other: source for other, source in self.registry.user_aliases.items() if other != alias}
+        sources = [*self.registry.fixed_aliases.values(), *own.values()]
+        needed = {each for source in sources for each in (source.location, source.adapter) if each is not None}
+        needed |= {location for other, location in self.registry.adapters.items() if other != alias}
+        return {each for each in mine if not any(share_files(each, other) for other in needed)}
+
+    def _is_own(self, alias: str) -> bool:
+        return alias in self.registry.user_aliases or alias in self.registry.adapters
+
+    def _removable(self, name: str) -> HubRepo:
+        """The repository that a name stands for which is none of the user's. Raises as remove()."""
         source = self.registry.resolve(name, allow_paths=False)
         location = source.location
         if source.adapter is not None:
@@ -168,8 +215,8 @@ class Library:
             )
         users = sorted(
             alias
-            for alias in (*own, *adapters)
-            if any(_same_files(each, location) for each in self.registry.locations(alias))
+            for alias in (*self.registry.user_aliases, *self.registry.adapters)
+            if any(share_files(each, location) for each in self.registry.locations(alias))
         )
         if users:
             raise ModelInUse(
@@ -177,34 +224,12 @@ class Library:
                 f"mlxserve rm {' '.join(users)}",
                 model=name,
             )
-        try:
-            here = hub.find_local(source) is not None
-        except ModelError:
-            here = True
-        freed = hub.delete(location)
-        if not here and not freed:
-            raise ModelNotFound(f"{source.name} is not on this machine; mlxserve list shows what is", model=name)
-        return freed
+        return location
 
-    def removed_files(self, name: str) -> set[HubRepo]:
-        """What remove() deletes from the hub's cache, if it is there: nothing that another name needs, too.
+    def copy(self, source: str, destination: str, *, allow_paths: bool = False, may_hide: bool = False) -> StoredModel:
+        """Give a model another name, in the user's models.toml. A name that is there is written over.
 
-        Raises:
-            ModelNotFound: it is no name of a model or an adapter.
-            ConfigError: a models.toml is wrong.
-        """
-        registry = self.registry
-        files = registry.locations(name)
-        alias = canonical(name)
-        if alias in registry.user_aliases or alias in registry.adapters:
-            files -= set().union(*map(registry.locations, {*registry.aliases, *registry.adapters} - {alias}))
-            # It comes back when the user's entry of the same name is gone.
-            shipped = registry.shipped_aliases.get(alias)
-            files -= set() if shipped is None else {shipped.location}
-        return {each for each in files if isinstance(each, HubRepo)}
-
-    def copy(self, source: str, destination: str, *, allow_paths: bool = False) -> StoredModel:
-        """Give a model another name, in the user's models.toml; a name that is there is written over.
+        `may_hide`: the new name may be one that comes with mlxserve, which stands for something else then.
 
         Raises:
             ModelNotFound: there is no such model here.
@@ -213,7 +238,7 @@ class Library:
         model = self.show(source, allow_paths=allow_paths)
         if model.name == canonical(destination):
             raise InvalidParameter(f"{destination!r} is the name it has already; choose another", param="name")
-        return self._write(replace(model.source, name=_new_name(destination)), taken_from=model)
+        return self._write(replace(model.source, name=_new_name(destination)), model, may_hide)
 
     def create(
         self,
@@ -225,10 +250,11 @@ class Library:
         parameters: dict[str, Any] | None = None,
         license: str | None = None,
         allow_paths: bool = False,
+        may_hide: bool = False,
     ) -> StoredModel:
         """A name in the user's models.toml for `base` with another system message, template or other defaults.
 
-        What is None stays as `base` has it. `parameters` are Ollama's or our own names.
+        What is None stays as `base` has it. `parameters` are Ollama's or our own names. Names as for copy().
 
         Raises:
             ModelNotFound: `base` is not here.
@@ -250,11 +276,20 @@ class Library:
             template=old.template if template is None else template or None,
             license=license or old.license,
         )
-        return self._write(source, taken_from=model)
+        return self._write(source, model, may_hide)
 
-    def _write(self, source: ModelSource, *, taken_from: StoredModel) -> StoredModel:
-        if source.name == taken_from.source.name and source.name not in self.registry.user_aliases:
-            raise InvalidParameter(f"{source.name!r} is the name of the model itself; choose another", param="name")
+    def _write(self, source: ModelSource, taken_from: StoredModel, may_hide: bool) -> StoredModel:
+        if source.name in self.registry.adapters:
+            raise InvalidParameter(f"{source.name!r} is the name of an adapter; choose another", param="name")
+        if source.name in self.registry.fixed_aliases and source.name not in self.registry.user_aliases:
+            if source.name == taken_from.source.name:
+                problem = f"{source.name!r} is the name of the model itself"
+            else:
+                problem = f"{source.name!r} is a name that comes with mlxserve, or that this server was started with"
+            if not may_hide:
+                raise InvalidParameter(
+                    f"{problem}; choose another (on the command line --force takes it)", param="name"
+                )
         alias_file.put(self.registry.user_file, source)
         return self._stored(source, taken_from.facts, taken_from.adapter)
 
@@ -273,6 +308,22 @@ class Library:
             return model
         # What is in the file may have been written there at any time up to its last change.
         return replace(model, modified=max(model.modified, self.registry.user_file_modified))
+
+
+def _fetched_facts(source: ModelSource, path: Path) -> ModelFacts:
+    """Of files that were just found to be those of the hub."""
+    if not isinstance(source.location, HubRepo):
+        return read_facts(path, source.name)
+    try:
+        advice = f"the repository is broken, and pulling it again does not help; mlxserve rm {source.name} removes it"
+        return read_facts(path, source.name, advice=advice)
+    except ModelLoadError as error:
+        if not path.exists():
+            problem = f"files of {source.location} were removed while it was pulled; pull it again"
+            raise DownloadError(problem, model=source.name) from error
+        # Clients must not learn where models lie here.
+        reason = str(error).replace(f"{path}/", "")
+        raise UnusableRepository(f"{source.location} cannot be used: {reason}", model=source.name) from error
 
 
 def _find_adapter(source: ModelSource) -> Adapter | None:
@@ -323,15 +374,23 @@ def _stored(source: ModelSource, facts: ModelFacts, adapter: Adapter | None) -> 
     )
 
 
-def _same_files(first: Location, second: HubRepo) -> bool:
-    return isinstance(first, HubRepo) and (first.repo, first.revision) == (second.repo, second.revision)
+def share_files(first: Location, second: Location) -> bool:
+    """Whether the files of one cannot be removed without those of the other."""
+    if isinstance(first, HubRepo) and isinstance(second, HubRepo):
+        # Files of one quantisation are not removed alone.
+        return (first.repo, first.revision) == (second.repo, second.revision)
+    return first == second
+
+
+def _is_here(repo: HubRepo) -> bool:
+    try:
+        return hub.find_local(ModelSource(str(repo), repo)) is not None
+    except ModelError:
+        return True
 
 
 def _new_name(name: str) -> str:
     alias = canonical(name)
-    if not alias_file.ALIAS.fullmatch(alias):
-        raise InvalidParameter(
-            f"{name!r} cannot be a name: it begins with a letter or digit, and . _ : - are allowed behind it",
-            param="name",
-        )
+    if (problem := alias_file.name_problem(alias)) is not None:
+        raise InvalidParameter(f"{name!r} {problem}", param="name")
     return alias

@@ -28,11 +28,12 @@ from mlxserve.runner.device import Device
 from mlxserve.store import adapter_loader, loader
 from mlxserve.store.adapter import Adapter, read_adapter
 from mlxserve.store.estimate import estimate
-from mlxserve.store.fit import fit, require_fit
+from mlxserve.store.fit import Fit, fit, require_fit
 from mlxserve.store.loader import LoadedModel
 from mlxserve.store.machine import this_machine
 from mlxserve.store.model_facts import ModelFacts, read_facts
 from mlxserve.store.model_source import Location, ModelSource
+from mlxserve.store.size_text import size_text
 from mlxserve.text.capabilities import capabilities
 from mlxserve.text.tokenizer import Tokenizer
 
@@ -54,6 +55,8 @@ class Plan:
     """Where a model's files are, its draft model's too, and the memory they will take."""
 
     path: Path
+    facts: ModelFacts | None
+    """None: its files are damaged, of which the loader knows more to say."""
     adapter: Adapter | None
     draft: tuple[ModelSource, Path] | None
     base_bytes: int
@@ -218,7 +221,10 @@ class Loading:
         path = self._files.locate(source)
         facts = _facts(source, path)
         if facts is not None:
-            _check_fit(source, facts, self._device)
+            fitting = self._fit(source, facts)
+            if not fitting.fits:
+                logger.info("%s: %s", source.name, fitting.line(self._config.kv_bits))
+            require_fit(fitting, source.name)
         adapter = None
         if source.adapter_source is not None:
             adapter = read_adapter(self._files.locate(source.adapter_source), source.name)
@@ -249,7 +255,7 @@ class Loading:
         if adapter is not None:
             digest = adapter.digest_on(digest)
             own_bytes += adapter.size
-        return Plan(path, adapter, draft, estimates[0].weight_bytes, own_bytes, least, useful, most, digest)
+        return Plan(path, facts, adapter, draft, estimates[0].weight_bytes, own_bytes, least, useful, most, digest)
 
     async def _load(self, source: ModelSource, resident: Resident, plan: Plan) -> LoadedEngine:
         started = time.monotonic()
@@ -278,6 +284,8 @@ class Loading:
         own_bytes = loaded.weight_bytes + (0 if draft is None else draft.weight_bytes)
         resident.shared_size = base.weight_bytes
         kv_bytes = self._residency.kv_share(resident, own_bytes, plan.useful_kv_bytes, plan.most_kv_bytes)
+        if plan.facts is not None:
+            logger.info("%s: %s", source.name, self._fit(source, plan.facts, kv_bytes).line(self._config.kv_bits))
         pieces = build.build_pieces(
             loaded,
             self._config,
@@ -298,15 +306,15 @@ class Loading:
             handle.step_sinks.append(lambda step: observer.step_finished(source.name, step))
         load_seconds = time.monotonic() - started
         logger.info(
-            "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %.2f GB, KV cache up to %.2f GB)",
+            "loaded %s from %s in %.1f s (%s, %.0f M parameters, %s, %s, KV cache up to %s)",
             source.name,
             source.location if source.adapter is None else f"{source.location} and {source.adapter}",
             load_seconds,
             loaded.architecture,
             loaded.num_parameters / 1e6,
             loaded.quantization,
-            (base.weight_bytes + own_bytes) / 1e9,
-            kv_bytes / 1e9,
+            size_text(base.weight_bytes + own_bytes),
+            size_text(kv_bytes),
         )
         description = ModelDescription(
             name=source.name,
@@ -364,6 +372,11 @@ class Loading:
     async def _work(self, pieces: Pieces[T]) -> T:
         return await asyncio.wrap_future(self._thread.work(pieces))
 
+    def _fit(self, source: ModelSource, facts: ModelFacts, kv_bytes: int | None = None) -> Fit:
+        """How the model fits into what models may take here."""
+        machine = replace(this_machine(), budget=self._residency.budget, is_metal=self._device.is_metal)
+        return fit(facts, machine, source.context_length or facts.context_length, kv_bytes)
+
     def _note_load(self, source: ModelSource, outcome: str, started: float) -> None:
         if self._observer is not None:
             self._observer.model_loaded(source.name, outcome, time.monotonic() - started)
@@ -382,14 +395,6 @@ def _facts(source: ModelSource, path: Path) -> ModelFacts | None:
     except ModelLoadError:
         # The loader finds the same fault, and knows more to say about it.
         return None
-
-
-def _check_fit(source: ModelSource, facts: ModelFacts, found: Device) -> None:
-    """Say how the model fits; raises ModelTooLarge if it cannot be loaded."""
-    machine = replace(this_machine(), budget=found.memory_budget, is_metal=found.is_metal)
-    fitting = fit(facts, machine, source.context_length or facts.context_length)
-    logger.info("%s: %s", source.name, fitting.line())
-    require_fit(fitting, source.name)
 
 
 def _kinds_of_speculation(built: BuiltEngine) -> frozenset[Speculation]:

@@ -1,6 +1,7 @@
 """The models of this process: found by name, loaded when they are asked for, unloaded when nobody needs them."""
 
 import asyncio
+import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -19,9 +20,13 @@ from mlxserve.engine.residency import Residency, State
 from mlxserve.engine.served_model import ServedModel
 from mlxserve.errors import DownloadError, EngineDead, ModelNotFound
 from mlxserve.runner import device
+from mlxserve.runner.device import Device
 from mlxserve.store import hub
+from mlxserve.store.machine import this_machine
 from mlxserve.store.model_source import HubRepo, Location, ModelSource
 from mlxserve.store.registry import Registry
+
+logger = logging.getLogger(__name__)
 
 TEXT_THREADS = 4
 """Templates and tokenizers share the interpreter; more threads than this only take turns."""
@@ -59,6 +64,10 @@ class LoadedInfo:
     """Bytes of its weights and of its KV cache as it is now. Weights that several share, a base and its adapters, count
     with the first of them alone, so that sizes add up."""
     weight_bytes: int
+    reserved: int
+    """Bytes that count against the memory budget: its weights and its KV cache at its largest."""
+    on_gpu: bool
+    """Whether this memory is a GPU's; on a Mac it is that, and the CPU's as well."""
     context_length: int
     expires_at: float | None
     """Unix seconds when it goes unless it is asked for again; None: it stays, or requests are using it."""
@@ -132,6 +141,8 @@ class ModelHost:
         self._thread: EngineThread | None = None
         self._loading: Loading | None = None
         self._cache: ModelCache[LoadedEngine] | None = None
+        self._residency: Residency | None = None
+        self._on_gpu = False
         self._kv_disk: KVDisk | None = None
 
     async def start(self) -> None:
@@ -149,10 +160,9 @@ class ModelHost:
             )
             self._kv_disk.start()
         found = await asyncio.wrap_future(self._thread.call(build.configure_device))
-        budget = config.memory_budget
-        if budget is None:
-            budget = int(found.memory_budget * (1 - build.HEADROOM))
-        residency = Residency(budget, config.max_loaded_models)
+        self._on_gpu = found.is_metal
+        residency = Residency(_budget(config, found), config.max_loaded_models)
+        self._residency = residency
         self._loading = Loading(
             self._thread,
             found,
@@ -213,13 +223,16 @@ class ModelHost:
         counted: set[Location] = set()
         for entry in self._entries():
             engine, description, expires_at = entry.model, entry.model.description, entry.resident.expires_at
-            weight_bytes = engine.own_bytes + (0 if engine.base in counted else engine.base_bytes)
+            shares_base = engine.base in counted
+            weight_bytes = engine.own_bytes + (0 if shares_base else engine.base_bytes)
             counted.add(engine.base)
             infos.append(
                 LoadedInfo(
                     name=description.name,
                     size=weight_bytes + engine.num_kv_bytes,
                     weight_bytes=weight_bytes,
+                    reserved=entry.resident.size + (0 if shares_base else entry.resident.shared_size),
+                    on_gpu=self._on_gpu,
                     context_length=engine.describe(entry.resident.source).context_length,
                     expires_at=None if expires_at is None else origin + expires_at,
                     digest=engine.digest,
@@ -233,6 +246,11 @@ class ModelHost:
                 )
             )
         return infos
+
+    def locations(self) -> set[Location]:
+        """What is in memory, or about to be: models and adapters."""
+        sources = [each.source for each in self._residency or () if each.state is not State.LEAVING]
+        return {each for source in sources for each in (source.location, source.adapter) if each is not None}
 
     def models(self) -> list[ModelInfo]:
         """The loaded models by each name they were asked for, then those that could be loaded without a download."""
@@ -342,3 +360,20 @@ class ModelHost:
                 journal=self.journal,
             )
         return served
+
+
+def _budget(config: EngineConfig, found: Device) -> int:
+    """Bytes that all models may take; says so in the log."""
+    if config.memory_budget is None:
+        budget, origin = int(found.memory_budget * (1 - build.HEADROOM)), "the device's, less room for a step's arrays"
+    else:
+        budget, origin = config.memory_budget, "memory_budget"
+    logger.info("device: %s, %.2f GB for models (%s)", found.name, budget / 1e9, origin)
+    memory = this_machine().memory
+    if budget > memory:
+        logger.warning(
+            "memory_budget is %.1f GB and this machine has %.1f GB of memory: the system will page, or end the server",
+            budget / 1e9,
+            memory / 1e9,
+        )
+    return budget

@@ -119,13 +119,18 @@ class Residency:
         """Bytes for the KV cache of a model being loaded, which are its own from now on.
 
         `weight_bytes`: of its weights without those that are shared.
-        Of what the weights leave it is an equal part for each model that may still come; where `max_models` does not
-        say how many these are, half. If that is less than `useful_bytes`, it is those, or all there is; if it is more
-        than `most_bytes`, it is those.
+        With `max_models`, each model gets an equal part of the budget, its weights included: so one that comes in the
+        place of another finds the room that this one had. Else it gets half of what the weights leave. If that is less
+        than `useful_bytes`, it is those, or all there is; if it is more than `most_bytes`, it is those.
         """
         room = max(0, self.budget - self.used + resident.size - weight_bytes)
-        num_to_come = 1 if self.max_models is None else self.max_models - self.num_models
-        share = min(room, max(useful_bytes, room // (1 + num_to_come)))
+        if self.max_models is None:
+            part = room // 2
+        else:
+            location = resident.source.location
+            sharing = any(each is not resident and each.source.location == location for each in self._in_memory())
+            part = self.budget // self.max_models - weight_bytes - (0 if sharing else resident.shared_size)
+        share = min(room, max(useful_bytes, part))
         if most_bytes is not None:
             share = min(share, most_bytes)
         resident.size = weight_bytes + share

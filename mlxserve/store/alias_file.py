@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from mlxserve.core.sampling_params import SamplingParams
 from mlxserve.errors import ConfigError, InvalidParameter
 from mlxserve.store.model_source import HubRepo, LocalPath, Location, ModelSource, PackageFile
+from mlxserve.store.template_check import check_template
 
 if TYPE_CHECKING:
     from tomlkit import TOMLDocument
 
 ALIAS = re.compile(r"[a-z0-9][a-z0-9._:-]*")
+MAX_NAME_LENGTH = 200
 _REPO_PART = r"[A-Za-z0-9_](?:[A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 REPO = re.compile(rf"{_REPO_PART}/{_REPO_PART}")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._/-]*")
@@ -66,14 +68,33 @@ def read(file: Path, *, required: bool) -> Aliases:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     aliases = Aliases({}, {})
     for alias, content in entries.items():
-        entry, name = _Entry(file, text, alias), alias.lower()
+        entry, name = _Entry(file, text, alias), canonical(alias)
         if name in aliases.models or name in aliases.adapters:
-            raise ConfigError(f"{file}: [{alias}] is there twice; upper and lower case are the same")
+            raise entry.wrong("name", "is there twice; upper and lower case are the same, and so is :latest")
         if isinstance(content, dict) and "adapter" in content and "source" not in content:
             aliases.adapters[name] = entry.adapter_alone(content)
         else:
             aliases.models[name] = entry.source(content)
     return aliases
+
+
+def canonical(name: str) -> str:
+    """An alias as it is looked up: in lower case, without `:latest`."""
+    return name.lower().removesuffix(":latest")
+
+
+def name_problem(name: str) -> str | None:
+    """Why a new alias cannot have this canonical name, which stands after it in a sentence; None if it can.
+
+    One that stands in the file already is good if ALIAS matches it: so it can be used, and removed.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        return f"has {len(name)} characters, and a name at most {MAX_NAME_LENGTH}"
+    if not ALIAS.fullmatch(name) or ".." in name:
+        return "cannot be a name: it begins with a letter or digit, and single . _ : - are allowed behind it"
+    if name.endswith(".gguf"):
+        return "cannot be a name: what ends in .gguf is a file"
+    return None
 
 
 def put(file: Path, source: ModelSource) -> None:
@@ -85,10 +106,10 @@ def put(file: Path, source: ModelSource) -> None:
     """
     import tomlkit
 
-    if not ALIAS.fullmatch(source.name):
-        raise ConfigError(f"{source.name!r} cannot be a name: only letters, digits and . _ : - are allowed")
+    if (problem := name_problem(source.name)) is not None:
+        raise ConfigError(f"{source.name!r} {problem}")
     with _editing(file) as document:
-        for key in [key for key in document if key.lower() == source.name]:
+        for key in [key for key in document if canonical(key) == source.name]:
             document.remove(key)
         table = tomlkit.table()
         for key, value in _fields(source).items():
@@ -111,7 +132,7 @@ def remove(file: Path, name: str) -> None:
         OSError: it cannot be written.
     """
     with _editing(file) as document:
-        for key in [key for key in document if key.lower() == name]:
+        for key in [key for key in document if canonical(key) == name]:
             document.remove(key)
 
 
@@ -180,9 +201,10 @@ class _Entry:
         for number, line in enumerate(self.text.splitlines(), 1):
             if header := re.match(r"\s*\[(.*)\]", line):
                 keys = _keys(header[1])
-                depth = len(keys) if path[: len(keys)] == keys else len(path)
-                if depth == 1 or depth == len(keys) < len(path):
-                    found = number
+                if path[: len(keys)] == keys:
+                    depth, found = len(keys), number
+                else:
+                    depth = len(path)
             elif depth < len(path) and (key := re.match(r"\s*([^=#]+?)\s*=", line)):
                 keys = _keys(key[1])
                 if keys == path[depth : depth + len(keys)]:
@@ -211,6 +233,11 @@ class _Entry:
         for key in _TEXTS:
             if key in entry and not (isinstance(entry[key], str) and entry[key]):
                 raise self.wrong(key, f"must be text, not {entry[key]!r}")
+        if "template" in entry:
+            try:
+                check_template(entry["template"])
+            except InvalidParameter as error:
+                raise self.wrong("template", str(error)) from error
         return ModelSource(
             name,
             self._location(entry.get("source")),
@@ -225,7 +252,7 @@ class _Entry:
         )
 
     def _name(self) -> str:
-        name = self.alias.lower()
+        name = canonical(self.alias)
         if not ALIAS.fullmatch(name):
             raise self.wrong("name", "only letters, digits and . _ : - are allowed")
         return name

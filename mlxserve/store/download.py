@@ -6,34 +6,35 @@ what any process that waits for it shows as progress.
 """
 
 import errno
-import fcntl
 import glob
 import json
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from mlxserve.errors import DownloadCancelled, DownloadError, MlxserveError
-from mlxserve.store import repo_files
+from mlxserve.errors import DownloadCancelled, DownloadError, MlxserveError, UnusableRepository
+from mlxserve.store import model_facts, repo_files
 from mlxserve.store.download_plan import Plan, RemoteFile, check_disk, make_plan
+from mlxserve.store.gguf_file import BadGguf, GgufFile
 from mlxserve.store.hub_errors import download_error
 from mlxserve.store.model_source import HubRepo
+from mlxserve.store.repo_lock import repo_lock
 
 logger = logging.getLogger(__name__)
 
 ProgressCallback = Callable[[int, int], None]
 """Called with (bytes here, bytes in all)."""
 
-LOCK_FILE = ".mlxserve-lock"
 NUM_CONNECTIONS = 4
 MAX_FRUITLESS_TRIES = 5
 """Times in a row that a connection may bring nothing before the download fails."""
 RETRY_SECONDS = 0.5
 POLL_SECONDS = 0.1
+HEAD_BYTES = 16 << 20
+"""Of a GGUF file, looked at before the rest is fetched: most have their header in them."""
 
 
 def pull(name: str, location: HubRepo, progress: ProgressCallback, cancelled: threading.Event) -> Path:
@@ -100,10 +101,10 @@ class _Job:
 
     def _fetch(self) -> Path:
         plan = make_plan(self.name, self.location)
-        with _only_here(plan.blobs.parent / LOCK_FILE, self._wait_with(plan)):
+        with repo_lock(plan.blobs.parent, self._wait_with(plan)):
             self.plan = plan
-            _refuse_code(self, plan)
             _remove_damaged(plan)
+            _refuse_unusable(self, plan)
             check_disk(self.name, plan)
             self._fetch_blobs(plan)
             return _lay_out(plan)
@@ -164,36 +165,63 @@ def _join(name: str, location: HubRepo) -> _Job:
         job.done.wait()
 
 
-@contextmanager
-def _only_here(file: Path, wait: Callable[[], None]) -> Iterator[None]:
-    """Hold a lock file between processes; `wait` is called again and again while another one has it."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                wait()
-        yield
-
-
-def _refuse_code(job: _Job, plan: Plan) -> None:
-    """Look at config.json before anything large is fetched.
+def _refuse_unusable(job: _Job, plan: Plan) -> None:
+    """Look at what is small, and at the head of a GGUF file, before anything large is fetched.
 
     Raises:
-        DownloadError: the model needs code of its repository.
+        UnusableRepository: the model could not be loaded.
     """
+    names = {file.name for file in plan.files}
     for file in plan.files:
+        reason = None
         if file.name == "config.json":
-            if not (plan.blobs / file.blob).exists():
-                _fetch_blob(job, plan, file)
-            try:
-                config = json.loads((plan.blobs / file.blob).read_bytes())
-            except (ValueError, RecursionError) as error:
-                raise DownloadError(f"{plan.location}: config.json cannot be read: {error}", model=job.name) from error
-            if isinstance(config, dict) and (reason := repo_files.needs_code(config)):
-                raise DownloadError(f"{plan.location} cannot be used: it {reason}", model=job.name)
+            reason = repo_files.config_refusal(_fetch_json(job, plan, file))
+        elif file.name == repo_files.INDEX:
+            reason = repo_files.index_refusal(_fetch_json(job, plan, file), names)
+        elif file.name.endswith(".gguf"):
+            reason = _gguf_refusal(job, plan, file)
+        if reason is not None:
+            raise UnusableRepository(f"{plan.location} cannot be used: it {reason}", model=job.name)
+
+
+def _fetch_json(job: _Job, plan: Plan, file: RemoteFile) -> Any:
+    if not (plan.blobs / file.blob).exists():
+        _fetch_blob(job, plan, file)
+    try:
+        return json.loads((plan.blobs / file.blob).read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UnusableRepository(
+            f"{plan.location} cannot be used: {file.name} is broken on the hub itself ({error})", model=job.name
+        ) from error
+
+
+def _gguf_refusal(job: _Job, plan: Plan, file: RemoteFile) -> str | None:
+    """Why a GGUF file cannot be used, after the words `it`; what has come of such a one is removed."""
+    blob, partial = plan.blobs / file.blob, plan.partial(file)
+    num_bytes = min(HEAD_BYTES, file.size)
+    has_failed = False
+    while True:
+        if not blob.exists():
+            _receive_all(job, plan, file, num_bytes)
+        try:
+            head = GgufFile.parse(blob if blob.exists() else partial, model=job.name, size=file.size)
+            architecture = head.metadata.get("general.architecture")
+            reason = model_facts.unreadable(str(architecture), model_facts.unreadable_types(head))
+            if reason is None:
+                return None
+            reason = f"has {file.name}: {reason}"
+        except EOFError:
+            num_bytes = min(2 * num_bytes, file.size)
+            continue
+        except BadGguf as error:
+            reason = f"has {file.name}, which is broken on the hub itself: {error}"
+            if not has_failed and not blob.exists():
+                # Nothing is verified yet: it may have been damaged on its way.
+                has_failed = True
+                partial.unlink()
+                continue
+        partial.unlink(missing_ok=True)
+        return reason
 
 
 def _remove_damaged(plan: Plan) -> None:
@@ -211,14 +239,14 @@ def _fetch_blob(job: _Job, plan: Plan, file: RemoteFile) -> None:
         DownloadError: it comes damaged twice.
         DownloadCancelled: nobody wants it any more.
     """
-    plan.blobs.mkdir(parents=True, exist_ok=True)
     partial = plan.partial(file)
-    for _ in range(2):
-        _receive_all(job, plan, file)
+    for is_first in (True, False):
+        _receive_all(job, plan, file, file.size)
         if file.is_in(partial):
             partial.rename(plan.blobs / file.blob)
             return
-        logger.warning("%s of %s came damaged; fetching it again", file.name, plan.location)
+        if is_first:
+            logger.warning("%s of %s came damaged; fetching it again", file.name, plan.location)
         partial.unlink()
     kind = "SHA-256" if file.is_lfs else "SHA-1"
     raise DownloadError(
@@ -228,24 +256,32 @@ def _fetch_blob(job: _Job, plan: Plan, file: RemoteFile) -> None:
     )
 
 
-def _receive_all(job: _Job, plan: Plan, file: RemoteFile) -> None:
+def _receive_all(job: _Job, plan: Plan, file: RemoteFile, num_bytes: int) -> None:
+    """Have so many bytes of a file, at least, in its partial file."""
     from huggingface_hub.errors import HfHubHTTPError
 
+    plan.blobs.mkdir(parents=True, exist_ok=True)
     partial = plan.partial(file)
     num_fruitless = 0
     while True:
         job.check()
         start = partial.stat().st_size if partial.exists() else 0
-        if start >= file.size > 0:
+        if start >= num_bytes > 0:
             return
         try:
-            _receive(job, plan, file, start)
-            if partial.stat().st_size >= file.size:
+            _receive(job, plan, file, start, num_bytes)
+            if partial.stat().st_size >= num_bytes:
                 return
             problem: Exception | None = None
         except MlxserveError:
             raise
         except HfHubHTTPError as error:
+            if error.response.status_code == 416:
+                raise DownloadError(
+                    f"{file.name} of {plan.location} ends after {start} bytes, and the hub says {file.size}: the "
+                    "repository is broken, or just being changed; try again later",
+                    model=job.name,
+                ) from error
             if error.response.status_code < 500 and error.response.status_code not in (408, 429):
                 raise
             problem = error
@@ -260,8 +296,8 @@ def _receive_all(job: _Job, plan: Plan, file: RemoteFile) -> None:
         job.cancelled.wait(RETRY_SECONDS)
 
 
-def _receive(job: _Job, plan: Plan, file: RemoteFile, start: int) -> None:
-    """One request: append what comes to the partial file."""
+def _receive(job: _Job, plan: Plan, file: RemoteFile, start: int, num_bytes: int) -> None:
+    """One request: append what comes to the partial file, until it has so many bytes or more."""
     from huggingface_hub import hf_hub_url
     from huggingface_hub.utils import (  # type: ignore[attr-defined]
         build_hf_headers,
@@ -283,6 +319,8 @@ def _receive(job: _Job, plan: Plan, file: RemoteFile, start: int) -> None:
                 stream.write(chunk)
                 stream.flush()
                 job.check()
+                if num_bytes < file.size and stream.tell() >= num_bytes:
+                    return
 
 
 def _lay_out(plan: Plan) -> Path:

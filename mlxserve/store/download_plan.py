@@ -5,9 +5,10 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
-from mlxserve.errors import DownloadError
+from mlxserve.errors import DownloadError, UnusableRepository
 from mlxserve.store import repo_files
 from mlxserve.store.model_source import HubRepo
+from mlxserve.store.size_text import size_text
 
 PARTIAL_SUFFIX = ".mlxserve-partial"
 CHUNK_BYTES = 1 << 20
@@ -87,7 +88,7 @@ def make_plan(name: str, location: HubRepo) -> Plan:
     """Ask the hub which files there are.
 
     Raises:
-        DownloadError: they make no model that can be used.
+        UnusableRepository: they make no model that can be used.
         Exception: whatever the hub's client raises.
     """
     from huggingface_hub import HfApi
@@ -97,12 +98,12 @@ def make_plan(name: str, location: HubRepo) -> Plan:
     names = [file.rfilename for file in siblings]
     reason = repo_files.adapter_refusal(names) if location.is_adapter else repo_files.refusal(names, location.gguf)
     if reason is not None:
-        raise DownloadError(f"{location} cannot be used: it {reason}", model=name)
+        raise UnusableRepository(f"{location} cannot be used: it {reason}", model=name)
     wanted = set(repo_files.wanted_adapter(names) if location.is_adapter else repo_files.wanted(names, location.gguf))
     architecture = (info.gguf or {}).get("architecture")
     is_gguf = any(file.endswith(".gguf") for file in wanted)
     if is_gguf and architecture and (reason := repo_files.gguf_refusal(architecture)):
-        raise DownloadError(f"{location} cannot be used: {reason}", model=name)
+        raise UnusableRepository(f"{location} cannot be used: {reason}", model=name)
     files = []
     for file in siblings:
         if file.rfilename not in wanted:
@@ -121,7 +122,7 @@ def check_disk(name: str, plan: Plan) -> None:
     free = shutil.disk_usage(plan.blobs.parent).free
     if needed and needed + FREE_BYTES > free:
         raise DownloadError(
-            f"{plan.location} needs {needed / 1e9:.2f} GB more and the disk of {cache_folder()} has "
-            f"{free / 1e9:.2f} GB free; make room (mlxserve list, mlxserve rm), or set HF_HOME to a larger disk",
+            f"{plan.location} needs {size_text(needed)} more and the disk of {cache_folder()} has "
+            f"{size_text(free)} free; make room (mlxserve list, mlxserve rm), or set HF_HOME to a larger disk",
             model=name,
         )

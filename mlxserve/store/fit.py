@@ -7,6 +7,7 @@ from mlxserve.errors import ModelTooLarge
 from mlxserve.store.kv_estimate import KVEstimate, estimate_kv
 from mlxserve.store.machine import Machine
 from mlxserve.store.model_facts import ModelFacts
+from mlxserve.store.size_text import size_text
 
 HEADROOM = 0.1
 """Share of the budget left to the arrays of a step; the engine leaves the same."""
@@ -52,10 +53,10 @@ class Fit:
         bandwidth = self.machine.bandwidth
         return bandwidth / self.bytes_read if bandwidth is not None and self.bytes_read else None
 
-    def line(self) -> str:
-        """For the log."""
-        parts = [f"weights {self.weight_bytes / 1e9:.2f} of {self.machine.budget / 1e9:.1f} GB"]
-        for cache in self.caches[:1]:
+    def line(self, bits: int | None = None) -> str:
+        """For the log; `bits`: of the KV cache, None: as it is by itself."""
+        parts = [f"weights {size_text(self.weight_bytes)} of {size_text(self.machine.budget)}"]
+        for cache in [each for each in self.caches if bits in (None, each.bits)][:1]:
             streams = ", ".join(f"{count} of {length}" for length, count in cache.num_streams.items())
             parts.append(f"KV cache {cache.bytes_per_token / 1e3:.1f} KB a token, streams that fit: {streams} tokens")
         if (rate := self.max_tokens_per_second) is not None:
@@ -63,11 +64,11 @@ class Fit:
         return "; ".join(parts)
 
 
-def fit(facts: ModelFacts, machine: Machine, context_length: int) -> Fit:
-    """How a model fits into a machine."""
+def fit(facts: ModelFacts, machine: Machine, context_length: int, kv_bytes: int | None = None) -> Fit:
+    """How a model fits into a machine. `kv_bytes`: of its KV cache; None: what the budget leaves."""
     scale = 1.0 if machine.is_metal else facts.num_parameters * 4 / max(facts.weight_bytes, 1)
     weight_bytes = round(facts.weight_bytes * scale)
-    room = int(machine.budget * (1 - HEADROOM)) - weight_bytes
+    room = int(machine.budget * (1 - HEADROOM)) - weight_bytes if kv_bytes is None else kv_bytes
     kv = estimate_kv(facts.config, facts.architecture)
     caches: list[CacheFit] = []
     if kv is not None and kv.layers:

@@ -67,12 +67,26 @@ class GgufFile:
             ModelLoadError: not a GGUF file, cut short, or damaged.
         """
         try:
-            with path.open("rb") as stream:
-                metadata, tensors = _Parser(stream).parse()
-        except _Malformed as error:
-            raise ModelLoadError(f"{path}: {error}", model=model) from error
+            return cls.parse(path, model=model)
+        except BadGguf as error:
+            advice = "; download it again" if isinstance(error, CutShort) else ""
+            raise ModelLoadError(f"{path}: {error}{advice}", model=model) from error
+        except EOFError as error:
+            raise ModelLoadError(f"{path} became shorter while it was read", model=model) from error
         except OSError as error:
             raise ModelLoadError(f"{path} cannot be read: {error.strerror}", model=model) from error
+
+    @classmethod
+    def parse(cls, path: Path, *, model: str, size: int | None = None) -> "GgufFile":
+        """The same of a file of which only the beginning may be here; `size`: bytes of all of it.
+
+        Raises:
+            BadGguf: not a GGUF file, cut short, or damaged.
+            EOFError: its header is longer than what is here.
+            OSError: it cannot be read.
+        """
+        with path.open("rb") as stream:
+            metadata, tensors = _Parser(stream, os.fstat(stream.fileno()).st_size if size is None else size).parse()
         return cls(path, model, metadata, tensors)
 
     @property
@@ -122,37 +136,42 @@ class GgufFile:
         return data.reshape(math.prod(tensor.shape[:-1]), -1)
 
 
-class _Malformed(Exception):
+class BadGguf(Exception):
     """The bytes are not what the format says; the message goes after the file's name."""
+
+
+class CutShort(BadGguf):
+    """The file is shorter than its header says."""
 
 
 class _Parser:
     """Reads the header front to back. Nothing is read or allocated before it is known to be in the file."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: BinaryIO, size: int) -> None:
+        """`size`: bytes of the file, which the stream may hold the beginning of."""
         self.stream = stream
-        self.remaining = os.fstat(stream.fileno()).st_size
-        self.size = self.remaining
+        self.remaining = size
+        self.size = size
 
     def parse(self) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
         if self.remaining == 0:
-            raise _Malformed("the file is empty")
+            raise BadGguf("the file is empty")
         if self.remaining < 24 or self._take(4) != b"GGUF":
-            raise _Malformed("not a GGUF file (it does not begin with the letters GGUF)")
+            raise BadGguf("not a GGUF file (it does not begin with the letters GGUF)")
         version = self._scalar("I")
         if version not in (2, 3):
             order = "a big-endian file" if version & 0xFFFF == 0 else f"GGUF version {version}"
-            raise _Malformed(f"{order} is not supported; versions 2 and 3, little-endian, are")
+            raise BadGguf(f"{order} is not supported; versions 2 and 3, little-endian, are")
         num_tensors, num_keys = self._scalar("Q"), self._scalar("Q")
         if num_keys * MIN_METADATA_SIZE + num_tensors * MIN_TENSOR_HEADER_SIZE > self.remaining:
-            raise _Malformed(
+            raise BadGguf(
                 f"it claims {num_tensors} tensors and {num_keys} metadata keys, more than {self.size} bytes can hold"
             )
         metadata: dict[str, Any] = {}
         for _ in range(num_keys):
             key = self._name("a metadata key")
             if key in metadata:
-                raise _Malformed(f"metadata key {key} occurs twice")
+                raise BadGguf(f"metadata key {key} occurs twice")
             metadata[key] = self._value(self._value_type(key), key)
         headers = [self._tensor_header() for _ in range(num_tensors)]
         return metadata, self._place(headers, metadata.get("general.alignment", DEFAULT_ALIGNMENT))
@@ -161,22 +180,20 @@ class _Parser:
         self, headers: list[tuple[str, GGMLQuantizationType, tuple[int, ...], int]], alignment: Any
     ) -> dict[str, GgufTensor]:
         if type(alignment) is not int or alignment <= 0 or alignment & (alignment - 1):
-            raise _Malformed(f"general.alignment is {alignment!r} instead of a power of two")
+            raise BadGguf(f"general.alignment is {alignment!r} instead of a power of two")
         start = -(-(self.size - self.remaining) // alignment) * alignment
         tensors: dict[str, GgufTensor] = {}
         for name, type_, shape, offset in headers:
             if name in tensors:
-                raise _Malformed(f"tensor {name} occurs twice")
+                raise BadGguf(f"tensor {name} occurs twice")
             block_size, block_bytes = GGML_QUANT_SIZES[type_]
             if shape[-1] % block_size:
-                raise _Malformed(
-                    f"tensor {name} has rows of {shape[-1]} values, which blocks of {block_size} do not fill"
-                )
+                raise BadGguf(f"tensor {name} has rows of {shape[-1]} values, which blocks of {block_size} do not fill")
             num_bytes = math.prod(shape) // block_size * block_bytes
             if start + offset + num_bytes > self.size:
-                raise _Malformed(
+                raise CutShort(
                     f"the file is cut short: tensor {name} ends at byte {start + offset + num_bytes}, the file at byte "
-                    f"{self.size}; download it again"
+                    f"{self.size}"
                 )
             tensors[name] = GgufTensor(name, type_, shape, start + offset, num_bytes)
         return tensors
@@ -185,15 +202,15 @@ class _Parser:
         name = self._name("a tensor name")
         num_dimensions = self._scalar("I")
         if not 1 <= num_dimensions <= MAX_DIMENSIONS:
-            raise _Malformed(f"tensor {name} has {num_dimensions} dimensions")
+            raise BadGguf(f"tensor {name} has {num_dimensions} dimensions")
         shape = tuple(self._scalar("Q") for _ in range(num_dimensions))[::-1]
         if 0 in shape:
-            raise _Malformed(f"tensor {name} has a dimension of 0")
+            raise BadGguf(f"tensor {name} has a dimension of 0")
         raw_type = self._scalar("I")
         try:
             type_ = GGMLQuantizationType(raw_type)
         except ValueError as error:
-            raise _Malformed(f"tensor {name} has the unknown type {raw_type}") from error
+            raise BadGguf(f"tensor {name} has the unknown type {raw_type}") from error
         return name, type_, shape, self._scalar("Q")
 
     def _value_type(self, key: str) -> GGUFValueType:
@@ -201,7 +218,7 @@ class _Parser:
         try:
             return GGUFValueType(raw_type)
         except ValueError as error:
-            raise _Malformed(f"metadata key {key} has the unknown type {raw_type}") from error
+            raise BadGguf(f"metadata key {key} has the unknown type {raw_type}") from error
 
     def _value(self, type_: GGUFValueType, key: str) -> Any:
         if type_ is GGUFValueType.STRING:
@@ -211,7 +228,7 @@ class _Parser:
         item_type = self._value_type(key)
         count = self._scalar("Q")
         if item_type is GGUFValueType.ARRAY:
-            raise _Malformed(f"metadata key {key} is an array of arrays, which is not supported")
+            raise BadGguf(f"metadata key {key} is an array of arrays, which is not supported")
         if item_type is GGUFValueType.STRING:
             return self._strings(count, key)
         item = struct.Struct("<" + _SCALARS[item_type])
@@ -228,19 +245,21 @@ class _Parser:
                 raise self._cut_short()
             strings.append(read(length))
         self.remaining = remaining
+        if self.stream.tell() != self.size - remaining:
+            raise EOFError
         try:
             return [string.decode() for string in strings]
         except UnicodeDecodeError as error:
-            raise _Malformed(f"metadata key {key} is not UTF-8") from error
+            raise BadGguf(f"metadata key {key} is not UTF-8") from error
 
     def _name(self, what: str) -> str:
         length = self._scalar("Q")
         if length > MAX_NAME_LENGTH:
-            raise _Malformed(f"{what} is {length} bytes long; the file is damaged")
+            raise BadGguf(f"{what} is {length} bytes long; the file is damaged")
         try:
             return self._take(length).decode()
         except UnicodeDecodeError as error:
-            raise _Malformed(f"{what} is not UTF-8; the file is damaged") from error
+            raise BadGguf(f"{what} is not UTF-8; the file is damaged") from error
 
     def _scalar(self, code: str) -> Any:
         item = struct.Struct("<" + code)
@@ -251,9 +270,9 @@ class _Parser:
             raise self._cut_short()
         data = self.stream.read(count)
         if len(data) != count:
-            raise self._cut_short()
+            raise EOFError
         self.remaining -= count
         return data
 
-    def _cut_short(self) -> _Malformed:
-        return _Malformed(f"the file is cut short inside its header (it has {self.size} bytes); download it again")
+    def _cut_short(self) -> CutShort:
+        return CutShort(f"the file is cut short inside its header (it has {self.size} bytes)")

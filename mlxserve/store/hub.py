@@ -8,14 +8,17 @@ import importlib.util
 import json
 import shutil
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from mlxserve.errors import DownloadError, ModelLoadError, ModelNotFound
+from mlxserve.errors import DownloadError, ModelInUse, ModelLoadError, ModelNotFound
 from mlxserve.store import download, download_plan, repo_files
 from mlxserve.store.download import ProgressCallback
 from mlxserve.store.model_source import HubRepo, LocalPath, ModelSource, PackageFile
+from mlxserve.store.repo_lock import repo_lock
 
-__all__ = ["ProgressCallback", "cached_repos", "delete", "ensure_local", "fetch", "find_local"]
+__all__ = ["ProgressCallback", "cached_repos", "delete", "ensure_local", "fetch", "find_local", "without_downloads"]
 
 
 def ensure_local(source: ModelSource, progress: ProgressCallback | None = None, local_files_only: bool = False) -> Path:
@@ -103,6 +106,25 @@ def cached_repos() -> list[HubRepo]:
     return sorted(found, key=str)
 
 
+@contextmanager
+def without_downloads(name: str, location: HubRepo) -> Iterator[None]:
+    """Keep downloads of a repository waiting, in all processes.
+
+    Raises:
+        ModelInUse: one is under way.
+    """
+
+    def refuse() -> None:
+        raise ModelInUse(f"{location} is being downloaded: stop that first, or wait for its end", model=name)
+
+    folder = download_plan.repo_folder(location.repo)
+    if not folder.is_dir():
+        yield
+        return
+    with repo_lock(folder, refuse):
+        yield
+
+
 def delete(location: HubRepo) -> int:
     """Take a revision out of the hub's cache, with the blobs that no other one has; the bytes that frees.
 
@@ -182,9 +204,9 @@ def _is_complete(folder: Path) -> bool:
     if not (folder / "config.json").exists():
         return False
     try:
-        index = json.loads((folder / "model.safetensors.index.json").read_text(encoding="utf-8"))
-        return all((folder / part).exists() for part in set(index["weight_map"].values()))
+        index = json.loads((folder / repo_files.INDEX).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return any(path.exists() for path in folder.glob("model*.safetensors"))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except (OSError, ValueError, RecursionError):
         return False
+    return repo_files.index_refusal(index, {path.name for path in folder.iterdir() if path.exists()}) is None

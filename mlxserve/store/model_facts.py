@@ -70,13 +70,16 @@ class ModelFacts:
             return wanted in stream.read(None if self.format == "safetensors" else 16 << 20)
 
 
-def read_facts(path: Path, name: str) -> ModelFacts:
-    """The facts of a folder in mlx-lm's format or of a .gguf file.
+def read_facts(path: Path, name: str, *, advice: str = "pull the model again") -> ModelFacts:
+    """The facts of a folder in mlx-lm's format or of a .gguf file. `advice`: what to do if its weights are damaged.
 
     Raises:
         ModelLoadError: the files are missing or damaged.
     """
-    return _of_folder(path, name) if path.is_dir() else _of_gguf(path, name)
+    try:
+        return _of_folder(path, name, advice) if path.is_dir() else _of_gguf(path, name)
+    except OSError as error:
+        raise ModelLoadError(f"{error.filename or path} cannot be read: {error.strerror}", model=name) from error
 
 
 def require_readable(facts: ModelFacts, name: str) -> None:
@@ -87,14 +90,23 @@ def require_readable(facts: ModelFacts, name: str) -> None:
     """
     if facts.format != "gguf":
         return
-    reason = gguf_refusal(facts.architecture)
-    if facts.unreadable_types:
-        reason = (
-            f"it holds tensors of the types {', '.join(facts.unreadable_types)}, which cannot be read "
-            f"({', '.join(sorted(GGUF_TYPES))} can); take a file of Q8_0 or F16, or an MLX version of the model"
-        )
+    reason = unreadable(facts.architecture, facts.unreadable_types)
     if reason is not None:
         raise ModelLoadError(f"{facts.path}: {reason}", model=name)
+
+
+def unreadable(architecture: str, unreadable_types: tuple[str, ...]) -> str | None:
+    """Why a GGUF file cannot be loaded, and what to use instead; None if it can."""
+    if not unreadable_types:
+        return gguf_refusal(architecture)
+    return (
+        f"it holds tensors of the types {', '.join(unreadable_types)}, which cannot be read "
+        f"({', '.join(sorted(GGUF_TYPES))} can); take a file of Q8_0 or F16, or an MLX version of the model"
+    )
+
+
+def unreadable_types(file: GgufFile) -> tuple[str, ...]:
+    return tuple(sorted({tensor.type.name for tensor in file.tensors.values()} - GGUF_TYPES))
 
 
 def context_length(config: dict[str, Any]) -> int | None:
@@ -107,14 +119,14 @@ def context_length(config: dict[str, Any]) -> int | None:
     return None
 
 
-def _of_folder(folder: Path, name: str) -> ModelFacts:
+def _of_folder(folder: Path, name: str, advice: str) -> ModelFacts:
     config = _json(folder / "config.json", name)
     tensors: dict[str, TensorInfo] = {}
     for file in sorted(folder.glob("model*.safetensors")):
         try:
             tensors |= read_header(file)
         except BadHeader as error:
-            raise ModelLoadError(f"{file}: {error}; pull the model again", model=name) from error
+            raise ModelLoadError(f"{file}: {error}; {advice}", model=name) from error
     if not tensors:
         raise ModelLoadError(f"{folder}: it has no weights (model*.safetensors)", model=name)
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
@@ -192,7 +204,7 @@ def _of_gguf(path: Path, name: str) -> ModelFacts:
         config=config,
         tokens_file=path,
         expert_parameters=sum(count for key, count in counts.items() if "_exps." in key),
-        unreadable_types=tuple(sorted({tensor.type.name for tensor in file.tensors.values()} - GGUF_TYPES)),
+        unreadable_types=unreadable_types(file),
         lookup_bytes=file.tensors["token_embd.weight"].num_bytes
         if {"token_embd.weight", "output.weight"} <= file.tensors.keys()
         else 0,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mlxserve.errors import ConfigError
+from mlxserve.errors import ConfigError, InvalidParameter
+from mlxserve.store.model_parameters import parse_parameters
 
 REFUSED = {
     "adapter": "an adapter is named in models.toml (adapter = { path = ... }) or behind the model: FROM MODEL+ADAPTER",
@@ -83,6 +84,10 @@ def parse_modelfile(text: str, name: str) -> Modelfile:
         if not rest.strip():
             raise ConfigError(f"{name}, line {start}: {word}: has no value")
         if key == "parameter":
+            try:
+                parse_parameters({parameter: rest})
+            except InvalidParameter as error:
+                raise ConfigError(f"{name}, line {start}: {word}: {error}") from error
             if parameter == "stop":
                 parameters.setdefault("stop", []).append(rest)
             else:

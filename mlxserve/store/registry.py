@@ -1,16 +1,19 @@
 """Names of models: aliases from models.toml, hub repositories, and for the local user also paths; with an adapter."""
 
 import difflib
+import logging
+import threading
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from mlxserve.config import config_dir
-from mlxserve.errors import ModelError, ModelNotFound
+from mlxserve.errors import ConfigError, ModelError, ModelNotFound
 from mlxserve.store import alias_file, hub
-from mlxserve.store.alias_file import GGUF_TAG, REPO, REVISION, Aliases
+from mlxserve.store.alias_file import GGUF_TAG, MAX_NAME_LENGTH, REPO, REVISION, Aliases, canonical
 from mlxserve.store.model_source import HubRepo, LocalPath, Location, ModelSource
 
-MAX_NAME_LENGTH = 200
+logger = logging.getLogger(__name__)
+
 NUM_SUGGESTIONS = 3
 
 
@@ -30,7 +33,8 @@ class ModelCard:
 class Registry:
     """Every alias there is, and the rules for names that are none.
 
-    The user's file is read again when it has changed; whatever needs the aliases raises ConfigError if a file is wrong.
+    The user's file is read again when it has changed. One that is wrong by then is warned of, and what it said before
+    holds on; if it is wrong from the start, whatever needs the aliases raises ConfigError.
     """
 
     def __init__(self, *, user_file: Path | None = None) -> None:
@@ -39,6 +43,15 @@ class Registry:
         self._shipped: dict[str, ModelSource] | None = None
         self._user: tuple[tuple[int, int] | None, Aliases] | None = None
         self._added: dict[str, ModelSource] = {}
+        self._reading = threading.Lock()
+
+    def check(self) -> None:
+        """Read the files now, so that they hold on if they are broken later.
+
+        Raises:
+            ConfigError: one is wrong already.
+        """
+        _ = self.aliases
 
     def add(self, source: ModelSource) -> None:
         """Let a name stand for `source` in this process."""
@@ -67,10 +80,25 @@ class Registry:
 
     @property
     def _user_file_aliases(self) -> Aliases:
-        state = _state(self.user_file)
-        if self._user is None or self._user[0] != state:
-            self._user = (state, alias_file.read(self.user_file, required=False))
-        return self._user[1]
+        with self._reading:
+            state = _state(self.user_file)
+            if self._user is None or self._user[0] != state:
+                self._user = state, self._read_user_file()
+            return self._user[1]
+
+    def _read_user_file(self) -> Aliases:
+        try:
+            return alias_file.read(self.user_file, required=False)
+        except ConfigError as error:
+            if self._user is None:
+                raise
+            logger.warning("%s; the names it had before still hold", error)
+            return self._user[1]
+
+    @property
+    def fixed_aliases(self) -> dict[str, ModelSource]:
+        """The ones that are not the user's to change: shipped, or given to this process."""
+        return self.shipped_aliases | self._added
 
     @property
     def aliases(self) -> dict[str, ModelSource]:
@@ -93,12 +121,12 @@ class Registry:
             ModelNotFound: no such alias or adapter, not a name at all, or a path that does not exist.
             ConfigError: a models.toml is wrong.
         """
+        if (alias := canonical(name)) in self.aliases:
+            return self.aliases[alias]
         if not allow_paths and len(name) > MAX_NAME_LENGTH:
             raise ModelNotFound(f"a model name has at most {MAX_NAME_LENGTH} characters", model=name[:MAX_NAME_LENGTH])
         if not name or any(ord(char) < 32 or ord(char) == 127 for char in name):
             raise ModelNotFound("a model name must not be empty or contain control characters", model=name)
-        if (alias := canonical(name)) in self.aliases:
-            return self.aliases[alias]
         base, plus, adapter = name.rpartition("+")
         if plus and not base:
             raise ModelNotFound(f"{name!r} has no model before its +: MODEL+ADAPTER", model=name)
@@ -173,11 +201,6 @@ class Registry:
         close = difflib.get_close_matches(alias, self.aliases, n=NUM_SUGGESTIONS, cutoff=0.5)
         hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(sorted(self.aliases))}."
         return f"no model is called {name!r}; {hint} A repository of the hub is named like org/name"
-
-
-def canonical(name: str) -> str:
-    """An alias as models.toml has it."""
-    return name.lower().removesuffix(":latest")
 
 
 def shipped_file() -> Path:

@@ -9,7 +9,7 @@ import fnmatch
 import functools
 import importlib.util
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ POOLING = "1_Pooling/config.json"
 """How hidden states become embeddings (store/pooling.py): the one file of a subfolder that is wanted."""
 ADAPTER = ("adapter_config.json", "adapters.safetensors")
 """What mlx-lm writes and reads as an adapter."""
+INDEX = "model.safetensors.index.json"
+"""Which tensor is in which of several files."""
+MAX_NAMED = 3
+"""Of several missing files, so many are named."""
 NOTICES = ("README.md", "LICENSE*")
 """What says which licence it is under."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -113,14 +117,36 @@ def gguf_refusal(architecture: str) -> str | None:
     )
 
 
-def needs_code(config: dict[str, Any]) -> str | None:
-    """Why a model of this config.json only runs with code of its repository; None if it does not."""
+def config_refusal(config: Any) -> str | None:
+    """Why a model of this config.json cannot be used; None if it can."""
+    if not isinstance(config, dict):
+        return "has a config.json that is no JSON object"
     if "model_file" in config:
         return f"needs its own code ({config['model_file']!r}), which mlxserve never runs"
-    if "auto_map" in config and config.get("model_type") not in mlx_lm_types():
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        return "has a config.json without a model_type"
+    if model_type in mlx_lm_types():
+        return None
+    if "auto_map" in config:
         return (
-            f"needs its own code: the model type {config.get('model_type')!r} is not one of mlx-lm's, and what comes "
-            "with a repository is never run"
+            f"needs its own code: the model type {model_type!r} is not one of mlx-lm's, and what comes with a "
+            "repository is never run"
+        )
+    return f"is of the model type {model_type!r}, which mlx-lm does not know; a newer one may: pip install -U mlx-lm"
+
+
+def index_refusal(index: Any, names: Collection[str]) -> str | None:
+    """Why weights of this model.safetensors.index.json in a repository with these files cannot be used."""
+    parts = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(parts, dict) or not all(isinstance(part, str) for part in parts.values()):
+        return f"has a {INDEX} without a weight_map"
+    files = sorted(set(parts.values()))
+    if outside := [file for file in files if "/" in file or "\\" in file]:
+        return f"has a {INDEX} that names files of other folders ({outside[0]!r})"
+    if missing := [file for file in files if file not in names]:
+        return f"lacks files that its {INDEX} names: {', '.join(missing[:MAX_NAMED])}" + (
+            f" and {len(missing) - MAX_NAMED} more" if len(missing) > MAX_NAMED else ""
         )
     return None
 
@@ -149,11 +175,15 @@ def mlx_lm_types() -> frozenset[str]:
     spec = importlib.util.find_spec("mlx_lm")
     types: set[str] = set()
     for folder in map(Path, (spec and spec.submodule_search_locations) or ()):
-        types |= {path.stem for path in (folder / "models").glob("*.py")}
+        # Modules without arguments of a model are parts that models share.
+        files = (folder / "models").glob("*.py")
+        types |= {path.stem for path in files if re.search(r"\bModelArgs\b", path.read_text(encoding="utf-8"))}
         for node in ast.parse((folder / "utils.py").read_text(encoding="utf-8")).body:
             match node:
                 case ast.Assign([ast.Name("MODEL_REMAPPING")], value):
                     types |= set(ast.literal_eval(value))
+                case ast.Assign([ast.Name("MODEL_ARCHITECTURE_REMAPPING")], value):
+                    types |= {model_type for model_type, _ in ast.literal_eval(value)}
     return frozenset(types)
 
 

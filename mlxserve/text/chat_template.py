@@ -1,7 +1,6 @@
 """From a prompt as a dialect gives it to token ids: chat template, then tokenizer."""
 
 import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -16,8 +15,6 @@ from mlxserve.text.tool_calls import complete_tool_messages
 MAX_ERROR_LENGTH = 500
 SHORT_IDS = "alphanumeric strings with length 9"
 """What Mistral's templates say when the id of a tool call is another."""
-# {{ .Prompt }}, {{- range .Messages }}, {{ if .System }}: no Jinja expression begins like these.
-_GO_TEMPLATE = re.compile(r"\{\{-?\s*(\.|\$|(if|range|else|end|with|template|block|define)\b(?!\s*[(.\[|]))")
 
 
 def render(tokenizer: Tokenizer, prompt: ChatPrompt) -> str:
@@ -183,32 +180,3 @@ def with_system(prompt: ChatPrompt, system: str | None) -> ChatPrompt:
     # First, since errors count the client's own messages.
     prompt = replace(prompt, messages=complete_tool_messages(prompt.messages))
     return replace(prompt, messages=({"role": "system", "content": system}, *prompt.messages))
-
-
-def check_template(template: str) -> None:
-    """Refuse what is no Jinja template of chats.
-
-    Raises:
-        InvalidParameter: it is a Go template, has a syntax error, or does not read the messages; `param` is "template".
-    """
-    from jinja2 import Environment, TemplateError, meta
-
-    if _GO_TEMPLATE.search(template):
-        raise InvalidParameter(
-            "this is a Go template, as Ollama has them; models here use Jinja templates, as on the Hugging Face hub: "
-            "leave it out to keep the model's own",
-            param="template",
-        )
-    try:
-        # As transformers does it; syntax of blocks that it adds must not be refused here.
-        parsed = Environment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(
-            template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-        )
-    except TemplateError as error:
-        raise InvalidParameter(f"the template is no valid Jinja: {error}", param="template") from error
-    if "messages" not in meta.find_undeclared_variables(parsed):
-        raise InvalidParameter(
-            "the template does not read `messages`, so that the model would see nothing of a chat; one begins for "
-            "example with {% for message in messages %}",
-            param="template",
-        )

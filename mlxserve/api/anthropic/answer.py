@@ -1,20 +1,18 @@
 """One answer on its way out: the events of its generation as a stream, or collected into one object."""
 
-import logging
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mlxserve.api.anthropic.errors import error_object
 from mlxserve.api.anthropic.reply import BlockStream, Delta, Reply, usage_object
+from mlxserve.api.failures import log_failure
 from mlxserve.api.sse import event
 from mlxserve.core.generation import Finished, ReasoningDelta, TextDelta, ToolCallDelta, Usage
-from mlxserve.errors import EngineError, MlxserveError
+from mlxserve.errors import EngineError
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +42,7 @@ class Answer:
             async for item in self._events():
                 yield event(item, item["type"])
         except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("streaming %s failed", self.reply.message_id)
+            log_failure(error, self.reply.message_id)
             yield event(error_object(error, self.reply.message_id), "error")
 
     async def _events(self) -> AsyncIterator[dict[str, Any]]:

@@ -1,22 +1,20 @@
 """One answer on its way out: the events of its generation as lines of a stream, or collected into one object."""
 
 import json
-import logging
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from mlxserve.api.failures import log_failure
 from mlxserve.api.ndjson import line
 from mlxserve.api.ollama.errors import error_object
 from mlxserve.api.ollama.reply import Part, Reply, ToolCall
 from mlxserve.core.generation import Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from mlxserve.core.step import SampledToken
-from mlxserve.errors import EngineError, MlxserveError
+from mlxserve.errors import EngineError
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
-
-logger = logging.getLogger(__name__)
 
 _NO_END = "the generation ended without saying why; try again"
 
@@ -76,8 +74,7 @@ class Answer:
                 elif item.text or item.thinking or item.calls or (self.reply.logprobs.is_wanted and item.tokens):
                     yield line(self.reply.line(item))
         except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("streaming %s failed", self.generation.request_id)
+            log_failure(error, self.generation.request_id)
             yield line(error_object(error))
 
     async def _items(self) -> AsyncIterator[Part | Finished]:

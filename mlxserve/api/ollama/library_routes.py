@@ -80,7 +80,7 @@ class LibraryRoutes:
 
     async def delete(self, request: Request) -> Response:
         body = await read(request, DeleteRequest, self._max_body_bytes)
-        await asyncio.to_thread(self._library.remove, known_name(body.named))
+        await asyncio.to_thread(self._library.remove, known_name(body.named), self._host.locations())
         return Response()
 
     async def copy(self, request: Request) -> Response:

@@ -32,7 +32,8 @@ def loaded(info: "LoadedInfo") -> list[dict[str, Any]]:
     entry = {
         "details": _details(info.format, info.family, info.num_parameters, info.quantization),
         "expires_at": FOREVER if info.expires_at is None else _timestamp(info.expires_at),
-        "size_vram": info.size,
+        "size_vram": info.size if info.on_gpu else 0,
+        "size_reserved": info.reserved,
     }
     return [
         {**_identity(each.name, info.size, each.digest), **entry, "context_length": each.context_length}

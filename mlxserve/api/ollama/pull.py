@@ -2,20 +2,17 @@
 
 import asyncio
 import hashlib
-import logging
 import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
+from mlxserve.api.failures import log_failure
 from mlxserve.api.ndjson import line
 from mlxserve.api.ollama.errors import error_object
-from mlxserve.errors import MlxserveError
 
 if TYPE_CHECKING:
     from mlxserve.engine.library import Library
-
-logger = logging.getLogger(__name__)
 
 PROGRESS_INTERVAL = 0.1
 """Seconds between two lines of progress, at least."""
@@ -64,8 +61,7 @@ class Pull:
                 yield line(self._progress_object())
             yield line(SUCCESS)
         except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("pulling %s failed", self._name)
+            log_failure(error, f"pulling {self._name}")
             yield line(error_object(error))
 
     def cancel(self) -> None:

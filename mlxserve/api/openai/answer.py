@@ -1,12 +1,12 @@
 """One answer on its way out: the events of its generations as a stream of chunks, or collected into one object."""
 
 import asyncio
-import logging
 import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mlxserve.api.failures import log_failure
 from mlxserve.api.openai.errors import error_object
 from mlxserve.api.openai.reply import AnswerDelta, Envelope, Reply, progress_object, timings_object, usage_object
 from mlxserve.api.sse import DONE, event
@@ -20,12 +20,10 @@ from mlxserve.core.generation import (
     ToolCallDelta,
     Usage,
 )
-from mlxserve.errors import EngineError, MlxserveError
+from mlxserve.errors import EngineError
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +80,7 @@ class Answer:
                 yield event(chunk)
             yield DONE
         except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("streaming %s failed", self.envelope.request_id)
+            log_failure(error, self.envelope.request_id)
             yield event(error_object(error)[1])
 
     async def _chunks(self) -> AsyncIterator[dict[str, Any]]:

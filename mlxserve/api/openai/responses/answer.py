@@ -1,22 +1,20 @@
 """One answer on its way out: the events of its generation as a stream, or collected into one object."""
 
-import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
+from mlxserve.api.failures import log_failure
 from mlxserve.api.openai.responses.output import Output
 from mlxserve.api.openai.responses.reply import Reply
 from mlxserve.api.sse import event
 from mlxserve.core.generation import Finished, ReasoningDelta, TextDelta, ToolCallDelta
 from mlxserve.core.request import FinishReason
-from mlxserve.errors import EngineError, MlxserveError
+from mlxserve.errors import EngineError
 
 if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,7 @@ class Answer:
             async for content in self._events():
                 yield numbered(content, next(numbers))
         except Exception as error:
-            if not isinstance(error, MlxserveError):
-                logger.exception("streaming %s failed", self.reply.response_id)
+            log_failure(error, self.reply.response_id)
             content = {"type": "response.failed", "response": self.reply.failed(self.output.items, error)}
             yield numbered(content, next(numbers))
 
