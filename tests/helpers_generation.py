@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from helpers_engine import Answer, Gate, expected_text
+from helpers_engine import Gate, expected_text
+from helpers_served import Answer
 
 from mlxserve.core.request import FinishReason
 from mlxserve.engine import prompt_reader

@@ -5,20 +5,9 @@ import logging
 from typing import Any
 
 import pytest
-from helpers_engine import (
-    CONTEXT_LENGTH,
-    Answer,
-    FakeRunner,
-    Gate,
-    expected_text,
-    held,
-    letter_ids,
-    on_loop,
-    read,
-    serving,
-    tokenizer,
-)
+from helpers_engine import CONTEXT_LENGTH, FakeRunner, Gate, expected_text, held, letter_ids, on_loop, tokenizer
 from helpers_generation import CAT, assert_finished, go_on
+from helpers_served import Answer, read, serving
 
 from mlxserve.core.generation import GenerationRequest, TextDelta, TokenPrompt
 from mlxserve.core.request import FinishReason

@@ -4,8 +4,9 @@ import asyncio
 import random
 
 import pytest
-from helpers_engine import TIMEOUT, FakeRunner, Gate, Recorder, Served, expected_text, held, on_loop, read, serving
+from helpers_engine import TIMEOUT, FakeRunner, Gate, Recorder, expected_text, held, on_loop
 from helpers_generation import CAT, assert_finished, go_on, hold_tokeniser
+from helpers_served import Served, read, serving
 
 from mlxserve.core.generation import TextDelta
 from mlxserve.core.request import FinishReason
