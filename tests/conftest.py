@@ -1,5 +1,6 @@
 """Shared by all tests. The BLAS must be there before anything imports mlx, which collecting the tests does."""
 
+import gc
 import io
 import os
 import socket
