@@ -1,5 +1,6 @@
 """Shared by all tests. The BLAS must be there before anything imports mlx, which collecting the tests does."""
 
+import gc
 import io
 import os
 import socket
@@ -36,6 +37,21 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 # One thread: with two, any other process on the machine makes small products ten times slower.
 blas.preload(threads=1)
+
+
+MAX_LEFT_BYTES = 500_000_000
+"""Of MLX's memory that a module of tests may leave to the next one."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _memory_is_given_back() -> Iterator[None]:
+    """Engines are cycles, and a loaded model is exempt from collection: without this a run takes five gigabytes."""
+    yield
+    mx = sys.modules.get("mlx.core")
+    if mx is not None and mx.get_active_memory() + mx.get_cache_memory() > MAX_LEFT_BYTES:
+        gc.unfreeze()
+        gc.collect()
+        mx.clear_cache()
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from typing import Any
 import httpx
 import uvicorn
 from fake_engine import wait_until
-from helpers_engine import TIMEOUT, FakeBuild, FakeRunner
+from helpers_engine import TIMEOUT, FakeRunner
 from helpers_scheduler import BLOCK_SIZE
+from helpers_served import FakeBuild
 
 from mlxserve.api.app import create_app
 from mlxserve.api.metrics import Metrics

@@ -10,15 +10,7 @@ from helpers_disk import FakeDisk
 from mlxserve.config import EngineConfig
 from mlxserve.core.request import FinishReason, Request, RequestStatus
 from mlxserve.core.sampling_params import SamplingParams
-from mlxserve.core.step import (
-    BlockTable,
-    DecodeRow,
-    DraftOrder,
-    RequestOutput,
-    SampledToken,
-    ScheduledStep,
-    StepResult,
-)
+from mlxserve.core.step import BlockTable, DecodeRow, DraftOrder, RequestOutput, SampledToken, ScheduledStep, StepResult
 from mlxserve.kv.block_pool import BlockPool
 from mlxserve.kv.layer_group import FullAttentionGroup
 from mlxserve.kv.manager import KVManager
@@ -29,6 +21,7 @@ from mlxserve.scheduler.scheduler import Scheduler
 BLOCK_SIZE = 8
 VOCABULARY = 12
 EOS = 0
+NO_EOS = {"eos_token_ids": frozenset()}
 
 
 def make_request(request_id: str, prompt: Sequence[int], *, max_tokens: int = 8, **fields: object) -> Request:
@@ -365,3 +358,17 @@ class Driver:
             num_dropped = self.runner.num_rows[name] - self.num_outputs[name]
             allowed = {FinishReason.STOP: int(self.runs_ahead), FinishReason.CANCELLED: 1 + int(self.runs_ahead)}
             assert 0 <= num_dropped <= allowed.get(reason, 0), f"{name} ended with {reason}: {num_dropped} rows dropped"
+
+
+def chunk_sizes(step: ScheduledStep | None) -> dict[str, int]:
+    assert step is not None
+    return {chunk.request_id: len(chunk.token_ids) for chunk in step.prefill}
+
+
+def decoding(step: ScheduledStep | None) -> list[str]:
+    assert step is not None
+    return [row.request_id for row in step.decode]
+
+
+def prompt(length: int, first: int = 100) -> list[int]:
+    return list(range(first, first + length))

@@ -16,7 +16,8 @@ import mlx_lm
 import pytest
 import tiny_adapters
 import tiny_models
-from helpers_engine import TIMEOUT, Answer, get, on_loop, read
+from helpers_engine import TIMEOUT, on_loop
+from helpers_served import Answer, get, read
 from mlx.utils import tree_flatten
 
 from mlxserve.config import EngineConfig

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from helpers_chat_models import FINAL, SAID, model, token_ids
-from helpers_engine import ScriptedRunner, on_loop, serving
+from helpers_engine import ScriptedRunner, on_loop
+from helpers_served import serving
 
 from mlxserve.core.constraint import Grammar
 from mlxserve.core.generation import (

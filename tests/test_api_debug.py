@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from fake_engine import wait_until
-from helpers_engine import FakeBuild, Gate, held, tokenizer
+from helpers_engine import Gate, held, tokenizer
 from helpers_http import Server, serving
+from helpers_served import FakeBuild
 
 from mlxserve.config import ServerConfig
 from mlxserve.engine import journal

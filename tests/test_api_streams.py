@@ -9,8 +9,9 @@ import openai
 import pytest
 from fake_engine import FakeHost, Gate, Script, wait_until
 from helpers_engine import Gate as ThreadGate
-from helpers_engine import Served, held, on_loop
-from helpers_engine import serving as engine
+from helpers_engine import held, on_loop
+from helpers_served import Served
+from helpers_served import serving as engine
 from test_api_disconnect import STREAM, Caller
 from test_api_openai import HELLO, chat, complete, events
 

@@ -10,7 +10,8 @@ import httpx
 import openai
 import pytest
 from fake_engine import FakeHost
-from helpers_engine import make_generation_request, on_loop, read, serving
+from helpers_engine import on_loop
+from helpers_served import make_generation_request, read, serving
 from pydantic import BaseModel
 from test_cli_repl import converse
 

@@ -13,8 +13,9 @@ import numpy as np
 import openai
 import pytest
 import tiny_models
-from helpers_engine import FakeBuild, Gate, expected_embedding, expected_text, held, tokenizer
+from helpers_engine import Gate, expected_embedding, expected_text, held, tokenizer
 from helpers_http import Caller, Server, serving
+from helpers_served import FakeBuild
 from openai.types import CreateEmbeddingResponse
 
 from mlxserve.core.request import Pooling, Request

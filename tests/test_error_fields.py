@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 from helpers_chat_models import SAID, model
-from helpers_engine import make_generation_request, on_loop, serving
+from helpers_engine import on_loop
+from helpers_served import make_generation_request, serving
 from tool_call_cases import tool
 
 from mlxserve.api.anthropic.convert import chat_prompt as anthropic_prompt

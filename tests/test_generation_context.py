@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 import pytest
-from helpers_engine import CONTEXT_LENGTH, FakeRunner, make_generation_request, on_loop, read, serving
+from helpers_engine import CONTEXT_LENGTH, FakeRunner, on_loop
+from helpers_served import make_generation_request, read, serving
 
 from mlxserve.core.generation import GenerationRequest, TokenPrompt
 from mlxserve.core.request import FinishReason

@@ -5,18 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from helpers_engine import (
-    FakeRunner,
-    Gate,
-    expected_text,
-    held,
-    letter_ids,
-    make_generation_request,
-    on_loop,
-    read,
-    serving,
-    tokenizer,
-)
+from helpers_engine import FakeRunner, Gate, expected_text, held, letter_ids, on_loop, tokenizer
+from helpers_served import make_generation_request, read, serving
 
 from mlxserve.core.constraint import MaskSource
 from mlxserve.core.generation import PromptLogprobs

@@ -3,7 +3,8 @@
 import helpers_engine
 import pytest
 import tiny_tokenizers
-from helpers_engine import expected_ids, on_loop, read, serving
+from helpers_engine import expected_ids, on_loop
+from helpers_served import read, serving
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 

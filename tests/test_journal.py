@@ -2,7 +2,8 @@
 
 from collections import Counter
 
-from helpers_engine import FakeRunner, Served, make_generation_request, on_loop, read, serving
+from helpers_engine import FakeRunner, on_loop
+from helpers_served import Served, make_generation_request, read, serving
 
 from mlxserve.core.step import ScheduledStep
 from mlxserve.engine.journal import RequestTrace

@@ -12,7 +12,8 @@ import pytest
 import tiny_models
 import tiny_tokenizers
 from helpers_disk import block_files
-from helpers_engine import TIMEOUT, Answer, get, on_loop, read
+from helpers_engine import TIMEOUT, on_loop
+from helpers_served import Answer, get, read
 
 from mlxserve.config import EngineConfig, kv_disk_dir
 from mlxserve.core.generation import ChatPrompt, GenerationRequest

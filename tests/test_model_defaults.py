@@ -4,8 +4,9 @@ at all."""
 from pathlib import Path
 
 import pytest
-from helpers_engine import FakeBuild, expected_text, make_generation_request, on_loop, read, tokenizer
+from helpers_engine import expected_text, on_loop, tokenizer
 from helpers_scheduler import BLOCK_SIZE
+from helpers_served import FakeBuild, make_generation_request, read
 from tiny_repos import model_files
 
 from mlxserve.config import EngineConfig

@@ -7,21 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_engine import (
-    CONTEXT_LENGTH,
-    TIMEOUT,
-    FakeBuild,
-    FakeRunner,
-    Gate,
-    Recorder,
-    expected_text,
-    get,
-    held,
-    make_generation_request,
-    on_loop,
-    read,
-)
+from helpers_engine import CONTEXT_LENGTH, TIMEOUT, FakeRunner, Gate, Recorder, expected_text, held, on_loop
 from helpers_scheduler import BLOCK_SIZE
+from helpers_served import FakeBuild, get, make_generation_request, read
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.generation import ChatPrompt, TextPrompt

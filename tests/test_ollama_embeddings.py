@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import ollama
 import pytest
-from helpers_engine import CONTEXT_LENGTH, FakeBuild, expected_embedding, tokenizer
+from helpers_engine import CONTEXT_LENGTH, expected_embedding, tokenizer
 from helpers_http import Server, serving
+from helpers_served import FakeBuild
 
 TEXTS = ["the cat", "the dog ate the log", "a"]
 

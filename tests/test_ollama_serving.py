@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from helpers_engine import CONTEXT_LENGTH, FakeBuild, expected_text
+from helpers_engine import CONTEXT_LENGTH, expected_text
 from helpers_http import Server, serving
 from helpers_ollama import lines
+from helpers_served import FakeBuild
 
 PROMPT = "the cat"
 GREEDY = {"temperature": 0, "num_predict": 8}

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from fake_engine import wait_until
 from helpers_browser import Site, answers, ask, debug_request, fill_debug
-from helpers_engine import FakeBuild, Gate, held
+from helpers_engine import Gate, held
 from helpers_http import serving
+from helpers_served import FakeBuild
 from playwright.sync_api import Browser, expect
 
 

@@ -10,8 +10,9 @@ from typing import Any
 import httpx
 import pytest
 from fake_engine import wait_until
-from helpers_engine import TIMEOUT, FakeBuild, Gate, expected_text, held
+from helpers_engine import TIMEOUT, Gate, expected_text, held
 from helpers_http import Caller, serving
+from helpers_served import FakeBuild
 
 from mlxserve.core.step import ScheduledStep
 

@@ -17,21 +17,10 @@ import mlx.core as mx
 import pytest
 import tiny_models
 import tiny_tokenizers
-from helpers_engine import (
-    BUDGET,
-    TIMEOUT,
-    FakeBuild,
-    Gate,
-    Recorder,
-    expected_text,
-    get,
-    held,
-    make_generation_request,
-    on_loop,
-    read,
-)
+from helpers_engine import TIMEOUT, Gate, Recorder, expected_text, held, on_loop
 from helpers_http import serving
 from helpers_scheduler import BLOCK_SIZE
+from helpers_served import BUDGET, FakeBuild, get, make_generation_request, read
 
 from mlxserve.config import EngineConfig
 from mlxserve.core.generation import TextDelta

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_engine import FakeBuild
 from helpers_http import Server, serving
+from helpers_served import FakeBuild
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from mlxserve.api.spans import otlp_spans

@@ -8,18 +8,9 @@ from typing import Any
 
 import pytest
 import tiny_tokenizers
-from helpers_engine import (
-    FakeBuild,
-    Recorder,
-    get,
-    letter_ids,
-    make_generation_request,
-    on_loop,
-    read,
-    serving,
-    tokenizer,
-)
+from helpers_engine import Recorder, letter_ids, on_loop, tokenizer
 from helpers_scheduler import make_request
+from helpers_served import FakeBuild, get, make_generation_request, read, serving
 
 from mlxserve import config
 from mlxserve.config import SPECULATION_KINDS, EngineConfig

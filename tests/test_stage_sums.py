@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 from fake_engine import wait_until
 from helpers_clock import DELAY, Clock
-from helpers_engine import FakeBuild, Gate, held
+from helpers_engine import Gate, held
 from helpers_http import Caller, Server, serving
+from helpers_served import FakeBuild
 
 from mlxserve.api import exchange, request_scope
 from mlxserve.core.step import ScheduledStep

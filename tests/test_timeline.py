@@ -5,7 +5,8 @@ import time
 
 import pytest
 from helpers_clock import DELAY, Clock
-from helpers_engine import CONTEXT_LENGTH, FakeRunner, Gate, Served, held, on_loop, read, serving
+from helpers_engine import CONTEXT_LENGTH, FakeRunner, Gate, held, on_loop
+from helpers_served import Served, read, serving
 
 from mlxserve.core.generation import TextDelta, Timings
 from mlxserve.core.step import ScheduledStep

@@ -11,7 +11,8 @@ import pytest
 import tiny_models
 import tiny_tokenizers
 from helpers_arrivals import serve
-from helpers_engine import on_loop, serving
+from helpers_engine import on_loop
+from helpers_served import serving
 from test_tool_calls import calls_of, parse_pieces
 from tokenizers import AddedToken
 from tool_call_cases import BOOLEAN, TOOLS, schema, tool

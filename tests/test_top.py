@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_engine import FakeBuild, Gate, held
+from helpers_engine import Gate, held
 from helpers_http import serving
+from helpers_served import FakeBuild
 from rich.console import Console
 
 from mlxserve.cli import app, top_view
