@@ -96,7 +96,7 @@ class EngineBench:
         )
 
     def _engine_loop(self, prompts: list[list[int]], num_steps: int) -> tuple[Callable[[], None], Callable[[], None]]:
-        from mlxserve.core.request import FinishReason, Request
+        from mlxserve.core.request import FinishReason, Request, Speculation
         from mlxserve.core.sampling_params import SamplingParams
 
         greedy = SamplingParams(temperature=0.0, ignore_eos=True)
@@ -104,7 +104,10 @@ class EngineBench:
         for index, prompt in enumerate(prompts):
             request_id = f"bench-{index}"
             limit = len(prompt) + num_steps + 1000
-            self.engine.add(Request(request_id, prompt, greedy, frozenset(), 0, limit, time.monotonic()))
+            request = Request(request_id, prompt, greedy, frozenset(), 0, limit, time.monotonic())
+            # A step is counted as one token for each stream, and answers to random prompts repeat themselves.
+            request.speculation = Speculation.OFF
+            self.engine.add(request)
             waiting.add(request_id)
         while waiting:
             waiting -= {output.request_id for output in self.engine.step()}
