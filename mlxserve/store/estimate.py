@@ -8,6 +8,7 @@ from typing import Any
 
 from mlxserve.errors import ModelLoadError
 from mlxserve.store.gguf_file import GgufFile
+from mlxserve.store.kv_estimate import estimate_kv
 from mlxserve.store.loader import DtypePolicy
 from mlxserve.store.safetensors_header import BadHeader, read_header
 
@@ -21,7 +22,7 @@ class MemoryEstimate:
 
     weight_bytes: int
     kv_bytes_per_token: int
-    """2 x layers x key/value heads x head dimension x bytes of an element; 0 where the config does not say."""
+    """Of all layers (kv_estimate.py); 0 where the config does not say."""
     context_length: int
     """0 where the config does not say."""
 
@@ -31,15 +32,16 @@ def estimate(path: Path, *, dtype_policy: DtypePolicy, kv_bits: int | None = Non
     try:
         if path.is_dir():
             config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+            architecture = str(config.get("model_type"))
             weight_bytes = sum(_safetensors_bytes(file, config, dtype_policy) for file in _weight_files(path))
+            context_length = {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
         else:
             file = GgufFile.open(path, model=path.name)
-            config = _gguf_config(file)
+            config, architecture = file.metadata, file.require("general.architecture", str)
             weight_bytes = _gguf_bytes(file, dtype_policy)
-        config = {**config, **(config.get("text_config") or {})}
-        return MemoryEstimate(
-            weight_bytes, _kv_bytes(config, dtype_policy, kv_bits), int(config.get("max_position_embeddings") or 0)
-        )
+            context_length = file.require(f"{architecture}.context_length", int)
+        kv_bytes_per_token = _kv_bytes(config, architecture, dtype_policy, kv_bits)
+        return MemoryEstimate(weight_bytes, kv_bytes_per_token, int(context_length or 0))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, BadHeader, ModelLoadError):
         return MemoryEstimate(sum(file.stat().st_size for file in _weight_files(path)), 0, 0)
 
@@ -80,27 +82,7 @@ def _gguf_bytes(file: GgufFile, dtype_policy: DtypePolicy) -> int:
     return total
 
 
-def _gguf_config(file: GgufFile) -> dict[str, Any]:
-    """The keys of config.json that count here."""
-    prefix = file.require("general.architecture", str)
-    num_heads = file.require(f"{prefix}.attention.head_count", int)
-    hidden_size = file.require(f"{prefix}.embedding_length", int)
-    return {
-        "num_hidden_layers": file.require(f"{prefix}.block_count", int),
-        "num_key_value_heads": file.get(f"{prefix}.attention.head_count_kv", int, num_heads),
-        "head_dim": file.get(f"{prefix}.attention.key_length", int, hidden_size // num_heads),
-        "max_position_embeddings": file.require(f"{prefix}.context_length", int),
-    }
-
-
-def _kv_bytes(config: dict[str, Any], dtype_policy: DtypePolicy, kv_bits: int | None) -> int:
-    num_heads = config.get("num_attention_heads")
-    num_kv_heads = config.get("num_key_value_heads") or num_heads
-    num_layers = config.get("num_hidden_layers")
-    head_dim = config.get("head_dim") or (config["hidden_size"] // num_heads if num_heads else None)
-    if not num_kv_heads or not num_layers or not head_dim:
-        return 0
-    # A quantised vector has a scale and a bias of 2 bytes each.
-    element = 4 if dtype_policy == "float32" else 2
-    vector = head_dim * element if kv_bits is None else head_dim * kv_bits // 8 + 4
-    return int(2 * num_layers * num_kv_heads * vector)
+def _kv_bytes(config: dict[str, Any], architecture: str, dtype_policy: DtypePolicy, kv_bits: int | None) -> int:
+    kv = estimate_kv(config, architecture)
+    plain = 32 if dtype_policy == "float32" else 16
+    return 0 if kv is None else kv.bytes_per_token(plain if kv_bits is None else kv_bits)
