@@ -1,10 +1,14 @@
 """What tests of GGUF files share: the types of tensors, and opening, reading and refusing a file."""
 
+import math
 from pathlib import Path
+from typing import Any
 
+import mlx.nn as nn
 import pytest
 from gguf import GGMLQuantizationType
 
+from mlxserve.core.pieces import finish
 from mlxserve.errors import ModelLoadError
 from mlxserve.store import gguf, gguf_tokenizer
 from mlxserve.store.gguf_file import GgufFile
@@ -17,11 +21,15 @@ def open_(path: Path) -> GgufFile:
     return GgufFile.open(path, model="tiny")
 
 
+def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> nn.Module:
+    return finish(gguf.build_pieces(file, config, quantized=quantized, size=math.inf))
+
+
 def read_all(path: Path, *, quantized: bool = False):
     file = open_(path)
     config = gguf.read_config(file)
     gguf_tokenizer.build_tokenizer(file)
-    return gguf.build_model(file, config, quantized=quantized)
+    return build_model(file, config, quantized=quantized)
 
 
 def refusal(path: Path) -> str:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tiny_gguf
 from gguf import GGMLQuantizationType
-from helpers_gguf import BF16, F16, F32, Q4_0, Q4_1, Q8_0, open_, refusal
+from helpers_gguf import BF16, F16, F32, Q4_0, Q4_1, Q8_0, build_model, open_, refusal
 from mlx.utils import tree_flatten
 from mlx_lm.models import llama, qwen2, qwen3
 from tiny_gguf import TinyGguf
@@ -21,7 +21,7 @@ PROMPT = mx.array([[5, 80, 9, 200, 33, 7, 64, 101]])
 
 def read_model(path: Path, *, quantized: bool):
     file = open_(path)
-    return gguf.build_model(file, gguf.read_config(file), quantized=quantized)
+    return build_model(file, gguf.read_config(file), quantized=quantized)
 
 
 def reference_model(config, weights):

@@ -6,7 +6,7 @@ import struct
 
 import gguf as gguf_package
 import pytest
-from helpers_gguf import F32, Q4_1, open_, read_all, refusal
+from helpers_gguf import F32, Q4_1, build_model, open_, read_all, refusal
 from tiny_gguf import TinyGguf
 
 from mlxserve.errors import ModelLoadError
@@ -95,7 +95,7 @@ def test_a_file_cut_after_it_was_opened(tmp_path):
     file = open_(path)
     os.truncate(path, path.stat().st_size - 100)
     with pytest.raises(ModelLoadError, match="is cut short"):
-        gguf.build_model(file, gguf.read_config(file), quantized=False)
+        build_model(file, gguf.read_config(file), quantized=False)
 
 
 def test_flipped_bytes_load_or_are_refused_and_nothing_else(tmp_path):

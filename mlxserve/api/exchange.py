@@ -6,9 +6,10 @@ order to an `Answer`, which can be streamed or collected.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from mlxserve.engine.generation import Generation
     from mlxserve.engine.model_host import Lease, ModelHost
     from mlxserve.engine.served_model import ServedModel
+
+T = TypeVar("T")
 
 HEADERS_AFTER = 1.0
 """Seconds after which a stream's headers go out although its model is still loading or its prompt being read.
@@ -143,12 +146,7 @@ class Exchange:
                     return embedding, usage
             raise EngineError("the engine gave no embedding; try again")
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(embed(request)) for request in requests]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        results = [task.result() for task in tasks]
+        results = await _all(embed(request) for request in requests)
         return Embedded(
             served.name, [embedding.vector for embedding, _ in results], [usage for _, usage in results], self._arrival
         )
@@ -199,12 +197,7 @@ class Exchange:
             self._generations.extend(generations)
             return generations
 
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(start(request)) for request in order.requests]
-        except ExceptionGroup as failures:
-            raise failures.exceptions[0] from None
-        return order.answer([generation for task in tasks for generation in task.result()])
+        return order.answer(list(chain.from_iterable(await _all(start(request) for request in order.requests))))
 
     async def _acquire(self, model: str, keep_alive: float | None) -> "ServedModel":
         with self._host.journal.loading(self._request.state.request_id, model, Timeline.waiting(self._arrival)):
@@ -221,6 +214,16 @@ class Exchange:
             generation.delivered()
         if self._lease is not None:
             self._lease.release()
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each gives, in order; when one fails the others are cancelled and its error is raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except ExceptionGroup as failures:
+        raise failures.exceptions[0] from None
+    return [task.result() for task in tasks]
 
 
 def reply_id(request: Request, prefix: str, separator: str = "-") -> str:

@@ -99,10 +99,6 @@ class Residency:
         """Bytes that are taken, or promised to a load."""
         return _num_bytes(self._in_memory())
 
-    @property
-    def num_models(self) -> int:
-        return sum(1 for _ in self._in_memory())
-
     def find(self, weights: Weights) -> Resident | None:
         return self._residents.get(weights)
 

@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 from gguf.constants import GGMLQuantizationType
 
-from mlxserve.core.pieces import Pieces, finish
+from mlxserve.core.pieces import Pieces
 from mlxserve.store.gguf_file import GgufFile, GgufTensor
 from mlxserve.store.gguf_weights import BITS, GROUP_SIZE, SUPPORTED, dequantize, repack
 from mlxserve.store.repo_files import gguf_refusal
@@ -73,11 +73,6 @@ def read_config(file: GgufFile) -> dict[str, Any]:
         config["rope_scaling"] = scaling
     hyper.refuse_unread()
     return config
-
-
-def build_model(file: GgufFile, config: dict[str, Any], *, quantized: bool) -> nn.Module:
-    """build_pieces() at once."""
-    return finish(build_pieces(file, config, quantized=quantized, size=math.inf))
 
 
 def build_pieces(file: GgufFile, config: dict[str, Any], *, quantized: bool, size: float) -> Pieces[nn.Module]:
